@@ -29,7 +29,7 @@ from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.verdict import SUPERVISED, tell_once_a_node
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
-from spmdrl.memory.phases import PhaseMemory
+from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.adapted import Reference, load_trained, reference_of
 from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
 from spmdrl.model.compiled import CannotCompile, compile_all, compiled_in_use, use_compiled

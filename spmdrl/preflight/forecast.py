@@ -28,7 +28,8 @@ from spmdrl.memory.device import (
     training_problems,
 )
 from spmdrl.memory.overhead import Overhead, device_overheads
-from spmdrl.memory.phases import PhaseMemory, Rank, copy_ranks, phase_memory, training_phases
+from spmdrl.memory.phase import PhaseMemory, Rank
+from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
 from spmdrl.model.adapted import adapter_sizes, kept_bytes
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS

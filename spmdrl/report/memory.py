@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.memory.phases import PhaseMemory
+from spmdrl.memory.phase import PhaseMemory
 
 _GIB = 2**30
 _COLUMNS = ("free", "reserved", "allocated", "host", "pinned")

@@ -12,7 +12,7 @@ import torch
 
 from spmdrl.config import ReportConfig
 from spmdrl.dist.session import return_freed_memory
-from spmdrl.memory.phases import PhaseMemory
+from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report.console import Display, Progress, open_display
 from spmdrl.report.files import MetricsFile, StepRowsFile, read_rows
 from spmdrl.report.memory import (

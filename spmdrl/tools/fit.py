@@ -21,7 +21,9 @@ from rich.text import Text
 from spmdrl.config import Config, SftConfig, read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB, gib
-from spmdrl.memory.phases import Parts, PhaseMemory, micro_batch_tokens
+from spmdrl.memory.overhead import Parts
+from spmdrl.memory.phase import PhaseMemory
+from spmdrl.memory.phases import micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here

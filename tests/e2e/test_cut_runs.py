@@ -22,12 +22,11 @@ from spmdrl.checkpoint.places import newest_step, saved_steps
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.faults.watch import Watch
-from spmdrl.report import Report
 from spmdrl.rollout.episode import Episode
-from spmdrl.train import main
 from tests.helpers import painter
+from tests.helpers.cuts import cut, entering, nowhere
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows, without_curves
+from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows
 from tests.helpers.vision import write_picture_run
 
 SETTINGS = (
@@ -51,18 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cut")
     write_picture_run(path, eval={"num_prompts": 2, "every": 2})
     return path
-
-
-def entering(step: int, phase: str, number: signal.Signals, rank: int) -> None:
-    """Send a rank a signal as it enters a phase of a step."""
-    enter = Watch.enter
-
-    def enter_and_signal(watch: Watch, entered: str) -> None:
-        enter(watch, entered)
-        if (watch._heartbeat.status.step, entered) == (step, phase) and os.environ["RANK"] == str(rank):
-            os.kill(os.getpid(), number)
-
-    Watch.enter = enter_and_signal
 
 
 def in_an_episode(step: int, rank: int) -> None:
@@ -96,10 +83,6 @@ def before_the_name(step: int) -> None:
     write._publish = publish_or_die
 
 
-def nowhere() -> None:
-    """Cut nothing."""
-
-
 # Each launch resumes the one before: where it is cut, the rank that is killed or none, and the step that is saved.
 USR1, KILL = signal.SIGUSR1, signal.SIGKILL
 COLOCATED = (
@@ -114,21 +97,6 @@ DISAGGREGATED = (
     (partial(entering, 2, "reward", USR1, rank=1), None, 1),
     (partial(entering, 3, "refit", USR1, rank=0), None, 3),
 )
-
-
-def cut(argv: list[str], patch: Callable[[], None]) -> int:
-    """Run one rank's program; `evaluations` in the run's folder gets the step of each one."""
-    show = Report.eval
-
-    def note_and_show(report: Report, step: int, scalars: Any, **others: Any) -> None:
-        if report._folder is not None:
-            with (report._folder.path / "evaluations").open("a") as file:
-                file.write(f"{step}\n")
-        show(report, step, scalars, **others)
-
-    Report.eval = note_and_show
-    patch()
-    return without_curves(main, argv)
 
 
 def launch(folder: Path, num_ranks: int, *overrides: str, patch: Callable[[], None] = nowhere) -> None:

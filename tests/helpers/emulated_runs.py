@@ -42,7 +42,7 @@ def run_on_devices(folder: Path, *runs: EmulatedRun, timeout_s: float = 800.0) -
 
 
 def _run(folder: str, runs: str) -> None:
-    from tests.e2e.test_cut_runs import cut, entering, nowhere
+    from tests.helpers.cuts import cut, entering, nowhere
 
     for num_ranks, overrides, killed_in in json.loads(runs):
         patch = nowhere if killed_in is None else partial(entering, killed_in, "update", SIGKILL, rank=0)

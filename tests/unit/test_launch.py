@@ -16,7 +16,7 @@ import pyarrow
 import pytest
 from PIL import Image
 from pyarrow import parquet
-from transformers import AutoConfig, Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import spmdrl
 from spmdrl.faults import gpus
@@ -229,14 +229,12 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "models" / name / "chat_template.jinja").write_text(
             "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
         )
-    # The last one has experts in its config; a dry run looks into no weight, but at the shapes of those that are there.
+    # The last one has experts.
     experts = folder / "models" / name
     small = AutoConfig.from_pretrained(experts).to_dict()
     shared = ("vocab_size", "hidden_size", "head_dim", "eos_token_id", "num_hidden_layers", "num_attention_heads")
     sizes = {key: small[key] for key in (*shared, "num_key_value_heads", "max_position_embeddings")}
-    Qwen3MoeConfig(
-        **sizes, num_experts=128, moe_intermediate_size=8, architectures=["Qwen3MoeForCausalLM"]
-    ).save_pretrained(experts)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=128, moe_intermediate_size=8)).save_pretrained(experts)
     for name, rows in (("dapo-math-17k", range(40)), ("aime-2024", range(100, 130))):
         file = folder / "datasets" / name / f"{name}.jsonl"
         file.parent.mkdir(parents=True)

@@ -18,7 +18,8 @@ from spmdrl.memory.overhead import (
     KERNEL_BYTES,
     NCCL_BYTES,
 )
-from spmdrl.memory.phases import CUDA_PROCESS_BYTES, PhaseMemory, micro_batch_tokens
+from spmdrl.memory.phase import PhaseMemory
+from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
 from spmdrl.preflight.shapes import expert_names, split_by_tp

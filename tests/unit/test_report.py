@@ -21,7 +21,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spmdrl.config import Config, ReportConfig
 from spmdrl.faults.files import FaultFiles
-from spmdrl.memory.phases import PhaseMemory
+from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.charts import GROUPS
 from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline

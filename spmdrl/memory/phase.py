@@ -1,0 +1,98 @@
+"""The predicted memory of one phase, and all of a rank that it depends on besides the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from spmdrl.config.plan import Plan
+from spmdrl.memory.activations import Decoder
+from spmdrl.memory.device import ModelSize, TrainingMemory
+from spmdrl.memory.images import Tower
+from spmdrl.memory.overhead import Overhead, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The memory of one phase at its peak."""
+
+    name: str
+    device: Parts
+    host: Parts
+    elsewhere: Parts = field(default_factory=dict)  # on the same device: of other processes, and beside tensors
+
+    @classmethod
+    def of(cls, name: str, device: Parts, host: Parts, elsewhere: Parts = MappingProxyType({})) -> PhaseMemory:
+        """Make a phase from these parts, leaving out the empty ones."""
+        return cls(name, *map(not_empty, (device, host, elsewhere)))
+
+    @property
+    def on_device(self) -> Parts:
+        """Parts on the device, of all processes and of CUDA itself."""
+        return dict(self.device) | dict(self.elsewhere)
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes on the device, in tensors of this process."""
+        return sum(self.device.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device, of all processes and of CUDA itself."""
+        return sum(self.on_device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host, of this process."""
+        return sum(self.host.values())
+
+
+def not_empty(parts: Parts) -> Parts:
+    """Return the parts that take anything."""
+    return {part: size for part, size in parts.items() if size}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of a run: all that its phases depend on, besides the settings."""
+
+    run: Plan
+    memory: TrainingMemory
+    size: ModelSize
+    decoder: Decoder  # of the whole model
+    critic: tuple[ModelSize, Decoder] | None
+    repeats_keys: bool  # whether the attention kernel needs keys and values repeated for each query head
+    fuses_layers: bool  # whether layers compute by `model/fused.py` where that has them
+    compute_bytes: int  # per element of the compute dtype
+    tile_elements: int  # logits that the head computes together
+    tile_columns: int  # the most entries of the vocabulary among them
+    file_bytes: int  # per element of the model's files
+    device_bytes: int
+    overhead: Overhead  # of the device of a rank that trains
+    engine_overhead: Overhead  # of the device of a rank that holds an engine
+    on_gpu: bool  # else the device is the host
+    tower: Tower | None = None  # for images
+    looks_once: bool = False  # the trainer's is frozen, and looks at each image once a step
+
+    @property
+    def frozen_tower(self) -> Tower | None:
+        """The tower that looks at each image once a step."""
+        return self.tower if self.looks_once else None
+
+    @property
+    def looking_tower(self) -> Tower | None:
+        """The tower that looks in every pass of its model, because it is trained."""
+        return None if self.looks_once else self.tower
+
+    def for_critic(self) -> Rank | None:
+        """Describe this rank with the critic in place of the policy, as a model with one logit."""
+        if self.critic is None:
+            return None
+        size, decoder = self.critic
+        return dataclasses.replace(self, size=size, decoder=dataclasses.replace(decoder, vocabulary=1))
+
+    @property
+    def trained(self) -> list[ModelSize]:
+        """The sizes of the models that are trained, each by itself or by its adapters."""
+        return [self.size, *([self.critic[0]] if self.critic else [])]
