@@ -243,11 +243,12 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
     policy.token_logprobs = case.token_logprobs
     reference = learning.reference(policy, model, meshes)
-    start = [_local(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
+    moving = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    start = [_local(parameter).to("cpu", copy=True) for parameter in moving]
 
     def trained(optim: OptimConfig, num_updates: int) -> tuple[float, float, dict[str, Tensor]]:
         with torch.no_grad():
-            for parameter, values in zip(policy.parameters(), start, strict=True):
+            for parameter, values in zip(moving, start, strict=True):
                 _local(parameter).copy_(values)
         if policy.adapters is not None:  # with B = 0, as they begin, A would have no gradient
             policy.adapters.load(random_values(policy.adapters.trained, seed=0))
