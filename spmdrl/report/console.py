@@ -323,10 +323,10 @@ def _ends(values: list[float]) -> list[float]:
     return [values[0], values[-1]] if len(values) > 1 else values
 
 
-def phase_times(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds by phase from the scalars `time/{phase}_s`, without the time of the whole step."""
+def phase_times(scalars: Mapping[str, float | None]) -> dict[str, float]:
+    """Return seconds by phase from the scalars `time/{phase}_s` that are numbers, without that of the whole step."""
     times = {name: value for name, value in scalars.items() if name.startswith("time/") and name != "time/step_s"}
-    return {name.removeprefix("time/").removesuffix("_s"): value for name, value in times.items()}
+    return {name.removeprefix("time/").removesuffix("_s"): value for name, value in times.items() if value is not None}
 
 
 def sparkline(values: list[float], width: int) -> str:

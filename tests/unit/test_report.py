@@ -24,7 +24,15 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.charts import GROUPS
-from spmdrl.report.console import LiveDisplay, PlainLines, Progress, format_duration, format_number, sparkline
+from spmdrl.report.console import (
+    LiveDisplay,
+    PlainLines,
+    Progress,
+    format_duration,
+    format_number,
+    phase_times,
+    sparkline,
+)
 from spmdrl.report.curves import PHASE_COLORS, figure_of
 from spmdrl.report.files import StepRowsFile, cut_after, read_rows
 from spmdrl.report.memory import restart_host_peak
@@ -603,3 +611,7 @@ def test_tensorboard_shows_an_episode_as_a_conversation_that_cannot_end_its_code
     assert "**calls** `` look`up` # Heading ``" in words and "\n# Heading" not in words
     assert "**wrote**\n\n`````\n````\n<b>\n`````" in words
     assert "**metric** ` lookups ` 1" in words
+
+
+def test_a_phase_whose_seconds_are_no_number_has_no_time() -> None:
+    assert phase_times({"time/update_s": None, "time/refit_s": 2.0, "time/step_s": 3.0}) == {"refit": 2.0}
