@@ -131,6 +131,7 @@ class ImageStore:
             self._remove_excess(but)
 
     def _remove_excess(self, but: str) -> None:
+        """Do it, under the lock: nobody uses an image between the look at its age and its end."""
         found: list[tuple[int, int, str]] = []
         with os.scandir(self.folder) as entries:
             for entry in entries:

@@ -119,13 +119,13 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def compared(run: Path) -> list[dict[str, float]]:
-    """What a step has learned, sampled and judged."""
+    """The metrics of each step that do not depend on the layout: of learning, sampling and judging."""
     names = ("update", "reward", "rollout", "eval")
     return [{name: value for name, value in row.items() if name.split("/")[0] in names} for row in steady_rows(run)]
 
 
 def responses(run: Path) -> dict[tuple[Any, ...], str]:
-    """What the ranks have sampled that the first one writes."""
+    """The responses that the first rank writes down, by step, prompt and place in the group."""
     named = (row for row in sample_rows(run) if "response" in row)
     return {tuple(row[name] for name in ("step", "prompt_id", "sample_index")): row["response"] for row in named}
 

@@ -90,7 +90,7 @@ def a_copy_to_pinned_memory_after_one_from_it() -> None:
 
 
 def _moved_there_and_back() -> tuple[list[float], torch.Tensor]:
-    """What the host sees of pinned memory at once, and that memory: its values plus 1 are on their way to it."""
+    """Pinned memory as the host reads it at once, and that memory: its values plus 1 are on their way to it."""
     home = torch.ones(4, pin_memory=True)
     home.copy_(home.to(CUDA, non_blocking=True).add_(1), non_blocking=True)
     return home.tolist(), home

@@ -51,7 +51,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=CASES)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the rank that leads the engine saw, and the name of the case."""
+    """The record of the rank that leads the engine, and the name of the case."""
     folder = tmp_path_factory.mktemp("sglang")
     num_ranks, _ = CASES[request.param]
     save_qwen3(folder / "model", **SHAPE)

@@ -436,7 +436,7 @@ SAMPLE = {"step": 1, "prompt": "1 + 1 =", "response": "2", "reward": 1.0, "advan
 
 
 def shown_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> None:
-    """What `watch`, `doctor` and `compare` read, and the names of the launches."""
+    """The files that `watch`, `doctor` and `compare` read, and the names of the launches."""
     with a_folder() as folder:
         (folder / "launches").mkdir()
         for name, content in {

@@ -1,4 +1,4 @@
-"""What outlives a run is in the user's cache: nothing is left in the folder for temporary files."""
+"""The user's cache has all that outlives a run: nothing is left in the folder for temporary files."""
 
 from __future__ import annotations
 
