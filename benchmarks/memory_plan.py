@@ -149,6 +149,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     from spmdrl.model.prefetch import prefetch_layers
     from spmdrl.model.sharding import decoder_layers, shard_policy
     from spmdrl.model.targets import targets_of
+    from spmdrl.model.trunk import attention_of
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -157,6 +158,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     _, meshes = mesh._training_meshes("cuda", torch.arange(ranks), 0, cfg.parallel)
     offloads = cfg.model.cpu_offload
     model = model_without_memory(config, cfg.model)
+    model.set_attn_implementation(attention_of(config))
     model.to(torch.bfloat16 if cfg.lora else torch.float32)
     kernel = fastest_varlen(model)
     policy = Policy(model, kernel=kernel, temperature=1.0, logits_chunk_tokens=cfg.model.logits_chunk_tokens)
