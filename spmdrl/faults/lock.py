@@ -66,7 +66,7 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
     launches = folder / FOLDER
     launches.mkdir(parents=True, exist_ok=True)
     instead = instead or f"stop it (touch {folder}/stop), or set run.name to a new name"
-    number = max((int(path.stem) for path in launches.glob("*.json") if path.stem.isdecimal()), default=0)
+    number = _newest(launches)
     while True:
         before, path = (launches / f"{one}.json" for one in (number, number + 1))
         if number and (problem := _in_use(before, renew_s)):
@@ -92,6 +92,22 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
             renewal.join()
             with contextlib.suppress(OSError):
                 dataclasses.replace(owner, ended=_now()).write(file)
+
+
+def owner_of(folder: Path) -> str:
+    """Return the name of the launch that owns a run's folder, nothing where none does; changes nothing.
+
+    An owner on another host that has not said its end is waited for, up to `MISSED` renewals.
+    """
+    number = _newest(folder / FOLDER)
+    try:
+        return _in_use(folder / FOLDER / f"{number}.json", RENEW_S) if number else ""
+    except OSError:
+        return ""
+
+
+def _newest(launches: Path) -> int:
+    return max((int(path.stem) for path in launches.glob("*.json") if path.stem.isdecimal()), default=0)
 
 
 def _in_use(path: Path, renew_s: float) -> str:

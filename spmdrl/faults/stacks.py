@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from spmdrl.faults.text import in_ranges
+
 DUMP_SIGNAL = signal.SIGUSR2
 # Lines around the stacks that a rank writes of itself, and after the last of its output.
 BEGIN, END, DONE = "--- stacks of", "--- end of stacks", "--- nothing else"
@@ -92,11 +94,4 @@ def grouped(stacks: Mapping[int, str]) -> str:
 
 def ranks_phrase(ranks: list[int]) -> str:
     """Write `rank 3`, or `ranks 0-2, 5`, for ranks in order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    written = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {written}" if len(ranks) == 1 else f"ranks {written}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {in_ranges(ranks)}"

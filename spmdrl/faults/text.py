@@ -45,6 +45,17 @@ def escaped(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Write whole numbers in rising order with those that follow each other as a range: `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text, on standard output unless another stream is given, with nothing that is not printable.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -324,7 +325,10 @@ def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:
 
 def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
     folder = RunFolder(Path(cfg.run.dir, cfg.run.name))
-    yield from folder.problems()
+    problems = [*folder.problems()]
+    if not problems and os.environ.get("RANK", "0") == "0":  # the rank that will write them; they may be long
+        problems = [*folder.row_problems()]
+    yield from problems
     yield from _refusals(refuse_overwriting, cfg.model.path, folder.hf)
 
 

@@ -122,6 +122,8 @@ def _print_dry_run(
     say("# begins")
     for line in _beginning(origin, inputs.plan.num_steps):
         say(line)
+    for note in (*origin.notes, *folder.gap_notes(origin.folder, origin.step)):
+        say(f"- {note}")
     say("\n# plan")
     for name, value in inputs.plan.as_dict().items():
         say(f"{name} = {value}")
@@ -131,10 +133,9 @@ def _print_dry_run(
 
 
 def _beginning(origin: ResumePoint, num_steps: int) -> Iterator[str]:
-    """Yield the step where the run would begin, and the notes that it would print about it."""
+    """Yield the step where the run would begin, and how far its checkpoint was compared."""
     if origin.saved_step is None:
         yield "at step 0: there is no checkpoint to go on from"
     else:
         yield f"after step {origin.step} of {num_steps}: {folder_of(origin.folder, origin.step)}"
         yield "- its files are there and as large as they were written; what is in them is compared by the run itself"
-    yield from (f"- {note}" for note in origin.notes)

@@ -55,6 +55,25 @@ def last_rows(path: Path, count: int) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
+def missing_steps(rows: Sequence[Row], step: int) -> list[int]:
+    """Return the steps up to `step` that have no row in metrics.jsonl.
+
+    A run that began with the checkpoint of another one has no row before its own first one, and lacks none.
+    """
+    written = {row["step"] for row in rows}
+    return [one for one in range(min(written, default=1), step + 1) if one not in written]
+
+
+def is_torn(path: Path) -> bool:
+    """True when the last line of a file is incomplete: it is being written, or whoever wrote it was killed."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
+            return file.read() not in (b"", b"\n")
+    except OSError:
+        return False
+
+
 def cut_after(path: Path, step: int) -> list[Row]:
     """Remove the rows after `step` from the file, and return the others.
 
@@ -116,10 +135,8 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
     rows: list[tuple[Row, int]] = []
     end = 0
     content = read_bytes(path, max_bytes=sys.maxsize) if path.exists() else b""
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        end += len(line)
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        end += len(line) + 1
         try:
             row = parse_own_json(line)
             if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= MOST:

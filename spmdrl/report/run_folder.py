@@ -20,6 +20,8 @@ from pydantic import BaseModel
 
 import spmdrl
 from spmdrl.config.strict import read_json, shown
+from spmdrl.faults.text import in_ranges, one_line
+from spmdrl.report.files import missing_steps, read_rows, read_scalars
 from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
@@ -171,8 +173,14 @@ class RunFolder:
         Links are refused where the run writes files, because it would overwrite what they lead to. Folders may be
         links: to a larger disk, say.
         """
+        name = shown(self.path)
+        if self.path.exists() and not self.path.is_dir():
+            yield (
+                f"the run's folder {name} is a file; move it away, or set run.name to a new name or run.dir to another "
+                "directory"
+            )
+            return
         if (problem := _no_room_for(self.path)) is not None:
-            name = shown(self.path)
             yield f"the run folder {name} cannot be created ({problem}); set run.dir to a writable directory"
             return
         for file in (*(self.path / name for name in _FILES), *self.path.glob("launches/*.json")):
@@ -185,6 +193,27 @@ class RunFolder:
         for folder in (self.path / name for name in _FOLDERS):
             if os.path.lexists(folder) and not folder.is_dir():
                 yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
+
+    def row_problems(self) -> Iterator[str]:
+        """Yield a sentence for each file of rows that a run cannot go on with: the first line in it that is damaged."""
+        for file in (self.path / name for name in _ROWS):
+            try:
+                read_scalars(file) if file == self.metrics else read_rows(file)
+            except UserError as error:
+                remedy = "remove that line to go on"
+                yield str(error) if remedy in str(error) else f"{error}; mend the file, or move it away, to go on"
+
+    def gap(self, step: int) -> str | None:
+        """Return a clause where finished steps up to `step` have no row in metrics.jsonl. Raises UserError."""
+        missing = missing_steps(read_rows(self.metrics), step)
+        steps, were = ("steps", "they were") if len(missing) > 1 else ("step", "it was")
+        named = one_line(in_ranges(missing))
+        return f"{self.metrics.name} has no row of {steps} {named}, although {were} finished" if missing else None
+
+    def gap_notes(self, checkpoints: Path, step: int) -> Iterator[str]:
+        """Yield a note about `gap` for a run that goes on with a checkpoint; after another run's it has no rows yet."""
+        if checkpoints == self.checkpoints and (gap := self.gap(step)):
+            yield f"{gap}; the file was cut, or rows were removed: training is not affected, but charts have a gap"
 
     def holds_run(self) -> bool:
         """True when a run was launched here, even if it did not finish."""

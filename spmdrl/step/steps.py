@@ -74,7 +74,8 @@ class Steps(Generic[SettingsT]):
             if origin.step > run.plan.num_steps:
                 steps = f"step {origin.step}, beyond run.num_steps = {run.plan.num_steps}"
             run.report.message(f"goes on after {steps}, from {where}")
-        for note in origin.notes:
+        gaps = run.folder.gap_notes(origin.folder, origin.step) if run.world.is_main else ()
+        for note in (*origin.notes, *gaps):
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine_run(path: Path) -> int:
     """Print what looks wrong in a run; returns the exit code."""
     # Imported here because the machine is examined where the packages that these need may be missing.
-    from spmdrl.report.checkup import checkup
+    from spmdrl.report.checkup import checkup, damages
     from spmdrl.report.findings import findings
     from spmdrl.report.reading import read_run
     from spmdrl.report.series import History
@@ -76,9 +76,9 @@ def examine_run(path: Path) -> int:
     @program("cannot examine the run")
     def examine(_: Sequence[str] | None) -> int:
         run = read_run(path)
-        found = findings(History(run.rows))
-        say("\n".join(checkup(run, found)))
-        return int(bool(found))
+        found, damage = findings(History(run.rows)), [*damages(path)]
+        say("\n".join(checkup(run, found, damage)))
+        return int(bool(found or damage))
 
     return examine()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spmdrl.config.strict import shown
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_statuses
 from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
 from spmdrl.faults.text import Parser, one_line, say
@@ -34,6 +34,16 @@ def _row(status: RankStatus, host: str, now: float) -> tuple[str, ...]:
     age = "" if status.ended else format_duration(max(0.0, now - status.moved_at))
     place = (str(status.rank), one_line(status.host), str(status.pid), str(status.step), one_line(status.phase))
     return (*place, age, _state(status, host))
+
+
+def unreadable(files: FaultFiles, statuses: Sequence[RankStatus]) -> Iterator[str]:
+    """Yield a line for each status file that `read_statuses` left out, with what it says all the same."""
+    known = {files.status_of(status.rank) for status in statuses}
+    for path in sorted({*files.statuses.glob("rank-*.json")} - known):
+        content = read_json(path) or {}
+        said = ", ".join(f"{name} {content[name]}" for name in ("host", "pid", "step", "phase") if name in content)
+        name = f"{files.statuses.name}/{path.name}"
+        yield one_line(f"{name} is damaged, so nobody knows where its rank is{f'; it says: {said}' if said else ''}")
 
 
 def _state(status: RankStatus, host: str) -> str:
@@ -71,12 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     files, host = FaultFiles(arguments.run), own_host()
     statuses = read_statuses(files)
-    if not statuses:
+    damaged = [*unreadable(files, statuses)]
+    if not (statuses or damaged):
         raise UserError(f"{shown(arguments.run)} has no ranks to show: no run has been started there")
     if arguments.what == "dump":
-        say("\n".join(dump(files, statuses, host=host)))
+        say("\n".join([*dump(files, statuses, host=host), *damaged]))
         return 0
-    say("\n".join(table(statuses, host=host, now=time.time())))
+    say("\n".join([*table(statuses, host=host, now=time.time()), *damaged]))
     for verdict in (read_error(files), read_requeue(files)):
         if verdict is not None:
             say(f"\n{verdict.text()}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config
+from spmdrl.faults.lock import owned
 from spmdrl.report.findings import RULES, Rule, findings
 from spmdrl.report.series import History
 from spmdrl.tools import doctor
@@ -158,6 +159,27 @@ def test_doctor_tells_what_it_saw_and_exits_with_1(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().out
     assert "1. rewards failed" in told and "2. many ratios are clipped" in told
     assert "in step 17 of 100" in told and "docs/data.md#rewards" in told
+
+
+def test_doctor_tells_what_the_metrics_of_a_run_that_has_ended_lack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps(row) + "\n" for row in rows(HEALTHY)]
+    (tmp_path / f"checkpoints/step-{NUM_STEPS:08d}").mkdir(parents=True)
+
+    def told(content: str) -> str:
+        (tmp_path / "metrics.jsonl").write_text(content)
+        code, said = doctor.main([str(tmp_path)]), capsys.readouterr().out
+        assert code == int("warning:" in said) and ("nothing looks wrong" in said) is not bool(code)
+        return said
+
+    assert "warning" not in told("".join(lines))
+    said = told("".join(lines[:50]) + lines[50][:20])
+    assert "ends in the middle of a line" in said and f"no row of steps 51-{NUM_STEPS}, although" in said
+    assert "no row of steps 4-9, although" in told("".join(lines[:3] + lines[9:]))
+    with owned(tmp_path):  # rows are being written: only those between others are missing
+        assert "warning" not in told("".join(lines[:50]) + lines[50][:20])
+        assert "no row of steps 4-9, although" in told("".join(lines[:3] + lines[9:50]))
 
 
 def test_a_folder_without_a_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

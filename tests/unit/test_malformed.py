@@ -26,6 +26,7 @@ from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.data import tokenizer
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
+from spmdrl.report.files import read_rows
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.step.rewards import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
@@ -222,6 +223,22 @@ FOLDERS = {
     ),
     "a directory for a file": Case(
         inside_run(lambda run: (run / "config.toml").mkdir()), "config.toml is no ordinary file"
+    ),
+    "a file for the run's folder": Case(
+        lambda folder: ((folder / "runs").mkdir(), (folder / "runs/run").touch()),
+        "runs/run is a file; move it away, or set run.name",
+    ),
+    "a line that is not JSON": Case(
+        inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')),
+        "metrics.jsonl: line 2 is not valid JSON",
+    ),
+    "text for a number": Case(
+        inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')),
+        "metrics.jsonl is of another form: 0.loss",
+    ),
+    "a sample that is not JSON": Case(
+        inside_run(lambda run: (run / "samples.jsonl").write_bytes(b'{"step": 1}\r\n\0\0\n')),
+        "samples.jsonl: line 2 is not valid JSON",
     ),
     "a pipe for a launch": Case(
         inside_run(lambda run: ((run / "launches").mkdir(), os.mkfifo(run / "launches/1.json"))),
@@ -930,6 +947,18 @@ def test_a_dry_run_says_where_the_run_begins(stopped: Path, capsys: pytest.Captu
         "- step-00000002: manifest.json is missing; renamed to broken, resuming from step 1",
     ]
     assert (stopped / NEWEST).is_dir()
+
+
+def test_steps_without_rows_are_named_before_a_run_goes_on(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = stopped / "runs/run/metrics.jsonl"
+    rows = metrics.read_bytes().splitlines(keepends=True)
+    noted = "metrics.jsonl has no row of step 2, although it was finished"
+    for content, says_so in ((b"".join(rows), False), (rows[0] + rows[1][:9], True)):
+        metrics.write_bytes(content)
+        for flags in (["--dry-run"], []) if says_so else (["--dry-run"],):
+            assert main([*AGAIN, "checkpoint.every=1", "run.num_steps=3", *flags]) == 0
+            assert (noted in capsys.readouterr().out) is says_so
+    assert [row["step"] for row in read_rows(metrics)] == [1, 3]
 
 
 # What a reward function does in the middle of a run. The function is told by the response what to do.

@@ -34,7 +34,7 @@ from spmdrl.report.console import (
     sparkline,
 )
 from spmdrl.report.curves import PHASE_COLORS, figure_of
-from spmdrl.report.files import StepRowsFile, cut_after, read_rows
+from spmdrl.report.files import StepRowsFile, cut_after, missing_steps, read_rows
 from spmdrl.report.memory import restart_host_peak
 from spmdrl.report.resources import resource_metrics
 from spmdrl.report.samples import sample_rows
@@ -229,6 +229,15 @@ def test_a_broken_line_in_the_middle_is_refused_by_number(tmp_path: Path) -> Non
     path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"line 2 is not valid JSON"):
         cut_after(path, 3)
+
+
+def test_steps_without_a_row_are_those_after_the_first_row() -> None:
+    def rows(*steps: int) -> list[dict[str, Any]]:
+        return [{"step": step} for step in steps]
+
+    assert missing_steps(rows(0, 1, 2), 2) == missing_steps(rows(), 0) == missing_steps(rows(0), 0) == []
+    assert missing_steps(rows(11, 12), 12) == []  # it began with the checkpoint of another run
+    assert missing_steps(rows(1, 2, 5), 8) == [3, 4, 6, 7, 8] and missing_steps(rows(), 2) == [1, 2]
 
 
 def test_samples_of_two_files_are_those_of_one(tmp_path: Path) -> None:
