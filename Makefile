@@ -229,13 +229,13 @@ dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and
 
 docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
 	$(VENV)/bin/python -m spmdrl.tools.gpu_report
-	$(VENV)/bin/python -m spmdrl.tools.config_reference > docs/configuration.md.new
+	$(VENV)/bin/python -m docs.gen.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
-	$(VENV)/bin/python -m spmdrl.tools.algorithms_reference > docs/algorithms.md.new
+	$(VENV)/bin/python -m docs.gen.algorithms_reference > docs/algorithms.md.new
 	mv docs/algorithms.md.new docs/algorithms.md
-	$(VENV)/bin/python -m spmdrl.tools.tools_reference > docs/tools.md.new
+	$(VENV)/bin/python -m docs.gen.tools_reference > docs/tools.md.new
 	mv docs/tools.md.new docs/tools.md
-	$(VENV)/bin/python -m spmdrl.tools.predictions
+	$(VENV)/bin/python -m docs.gen.predictions
 
 # The variable: mkdocs-material would print that mkdocs 2 will not do.
 site: $(INSTALLED) ## the documentation as a site that needs no network, in site/

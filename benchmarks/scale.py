@@ -8,9 +8,6 @@ so that the code can go on: gathers give this rank's values for every other, exc
 exchanges bring zeros. Every rank has as many rollouts at any number of ranks. Bytes are those of the best known
 algorithm: of n ranks an all-gather or a reduce-scatter brings (n - 1)/n of the whole to each, an all-reduce twice that.
 
-With `--on-paper` as the first argument it counts nothing, and predicts the seconds of whole steps instead, as
-`python -m spmdrl.tools.scale` does with the arguments that follow (docs/scaling.md).
-
 Prints one JSON object: for each layout and number of ranks, each phase's collectives as {kind: [calls, bytes]}, and the
 seconds that the plan of the data plane took.
 """
@@ -51,7 +48,6 @@ from spmdrl.model.load import load_policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
-from spmdrl.tools import scale as on_paper
 from spmdrl.tools.parity_cases import plan_of, random_batch
 
 ROLLOUTS_PER_RANK = 64
@@ -280,6 +276,4 @@ def _bytes(x: Tensor) -> int:
 
 
 if __name__ == "__main__":
-    if "--on-paper" in sys.argv:
-        sys.exit(on_paper.main([argument for argument in sys.argv[1:] if argument != "--on-paper"]))
     main()

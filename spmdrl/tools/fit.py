@@ -260,7 +260,7 @@ def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, pro
 
 
 def summary(prediction: Prediction) -> str:
-    """Say in a line what a run needs; `tools/predictions.py` writes it at the top of the shipped configurations."""
+    """Say in a line what a run needs; `docs/gen/predictions.py` writes it at the top of the shipped configurations."""
     rank, gpu = prediction.rank, {phase.name: phase.device_bytes for phase in prediction.phases}
     host_bytes = max(phase.host_bytes for phase in prediction.phases)
     phases = ", ".join(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs.gen.config_reference import settings
 from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
 from spmdrl.checkpoint.manifest import (
     GLANCE_BYTES,
@@ -29,7 +30,6 @@ from spmdrl.checkpoint.resume import foresee_resume_point, unfinished
 from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
-from spmdrl.tools.config_reference import settings
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
 from tests.helpers.files import flip_bit

@@ -12,8 +12,8 @@ import pytest
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
+from docs.gen.config_reference import settings
 from spmdrl.config import Config
-from spmdrl.tools.config_reference import settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.gen.config_reference import reference, settings
 from spmdrl.config import Config, Section, SftConfig
-from spmdrl.tools.config_reference import reference, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from docs.gen.config_reference import settings
 from spmdrl.config import Config
 from spmdrl.faults.lock import owned
 from spmdrl.report.findings import RULES, Rule, findings
 from spmdrl.report.series import History
 from spmdrl.tools import doctor
-from spmdrl.tools.config_reference import settings
 from tests.helpers.pages import is_broken
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import scale_on_paper as scale
+from docs.gen.predictions import memory_page, predicted, scaling_page, with_memory
 from spmdrl.config import ModelConfig
 from spmdrl.preflight.forecast import Model
 from spmdrl.preflight.published import PUBLISHED, published_config
-from spmdrl.preflight.step_time import H200
-from spmdrl.tools import fit, scale
-from spmdrl.tools.predictions import memory_page, predicted, scaling_page, with_memory
+from spmdrl.tools import fit
 from spmdrl.types import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_what_is_beside_tensors_can_be_read_by_programs(capsys: pytest.CaptureFi
 def test_a_row_of_whole_steps_is_that_of_the_page() -> None:
     (row,) = scale.steps_table(["Qwen3-8B"], [8], scale.WORK).splitlines()[2:]
     assert row in SCALING, "run `make docs`"
-    assert scale.rates_table(H200) in SCALING, "run `make docs`"
+    assert scale.rates_table(scale.H200) in SCALING, "run `make docs`"
     assert scale.steps_table(["Qwen3-235B-A22B"], [8], scale.WORK).endswith("| Qwen3-235B-A22B | 8 | does not fit |")
 
 
@@ -107,6 +107,7 @@ def test_the_shortest_step_fits_and_its_numbers_can_be_had(capsys: pytest.Captur
     ("arguments", "sentence"),
     [
         (["--gpus", "12"], "--gpus are multiples of 8"),
+        (["--gpus", "8000000000"], "--gpus are multiples of 8"),
         (["--rollouts", "100"], "--rollouts is a multiple of 8192"),
         (["--mean-tokens", "20000"], "--mean-tokens lies between 0 and --longest-tokens"),
     ],

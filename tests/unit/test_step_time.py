@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.memory.activations import Decoder
-from spmdrl.preflight.step_time import (
+from benchmarks.scale_on_paper import (
     Layout,
     Machine,
     ModelCost,
@@ -22,6 +21,7 @@ from spmdrl.preflight.step_time import (
     step_time,
     training_s,
 )
+from spmdrl.memory.activations import Decoder
 
 # Rates of which seconds can be read off, and no delays.
 MACHINE = Machine(

@@ -43,8 +43,6 @@ REFUSED = [
     ("fit", "{file} --ranks 0 --gpu-gib 80", "--ranks is between 1 and 1000000"),
     ("fit", "{folder}/absent.toml --ranks 8 --gpu-gib 80", "cannot plan: cannot read the configuration"),
     ("fit", "{file} --ranks 8 --gpu-gib nan", "--gpu-gib between 0.1 and 100000"),
-    ("scale", "--gpus 7", "--gpus are multiples of 8"),
-    ("scale", "--gpus 8000000000", "--gpus are multiples of 8"),
     ("parity", "{folder}/absent.toml", "cannot compare: cannot read the configuration"),
     ("verifiers_data", "{file} {folder}/out --limit 0", "--limit must be at least 1"),
     ("gpu_report", "{file} --page {folder}/page.md", "cannot report: "),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spmdrl.tools.tools_reference import reference
+from docs.gen.tools_reference import reference
 
 ROOT = Path(__file__).parents[2]
 

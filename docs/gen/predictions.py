@@ -1,4 +1,4 @@
-"""Write what is predicted into the files that show it: `python -m spmdrl.tools.predictions`, a part of `make docs`.
+"""Write what is predicted into the files that show it: `python -m docs.gen.predictions`, a part of `make docs`.
 
 These are the memory line at the top of each configuration for GPUs, the example in docs/memory.md, and the tables of
 whole steps in docs/scaling.md.
@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.scale_on_paper import GPUS, H200, MODELS, WORK, rates_table, steps_table
 from spmdrl.config import read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.published import published_config
-from spmdrl.preflight.step_time import H200
 from spmdrl.tools.fit import phases_table, summary
-from spmdrl.tools.scale import GPUS, MODELS, WORK, rates_table, steps_table
 
 _ROOT = Path(__file__).parents[2]
 EXAMPLE = _ROOT / "configs" / "qwen3-4b-math-1node.toml"
@@ -61,7 +60,7 @@ def _with_blocks(page: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 def main() -> None:
     """Rewrite the files whose predictions have changed, and name them."""
-    Parser(prog="python -m spmdrl.tools.predictions", description=__doc__).parse_args()
+    Parser(prog="python -m docs.gen.predictions", description=__doc__).parse_args()
     pages = {_ROOT / "docs" / "memory.md": memory_page, _ROOT / "docs" / "scaling.md": scaling_page}
     files = {path: page(path.read_text(encoding="utf-8")) for path, page in pages.items()}
     for path in sorted((_ROOT / "configs").glob("*.toml")):

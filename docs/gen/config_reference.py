@@ -1,4 +1,4 @@
-"""Generate docs/configuration.md, every setting of `spmdrl.config`: `python -m spmdrl.tools.config_reference`."""
+"""Generate docs/configuration.md, every setting of `spmdrl.config`: `python -m docs.gen.config_reference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate docs/algorithms.md, every algorithm a setting can select: `python -m spmdrl.tools.algorithms_reference`."""
+"""Generate docs/algorithms.md, every algorithm a setting can select: `python -m docs.gen.algorithms_reference`."""
 
 from __future__ import annotations
 

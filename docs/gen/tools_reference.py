@@ -1,4 +1,4 @@
-"""Generate docs/tools.md, every program and its arguments: `python -m spmdrl.tools.tools_reference`."""
+"""Generate docs/tools.md, every program and its arguments: `python -m docs.gen.tools_reference`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ import spmdrl.tools
 from spmdrl.faults.text import say
 
 _PROGRAMS = ("spmdrl.train", "spmdrl.sft")
-_NOT_FOR_USERS = {
-    "algorithms_reference",
-    "config_reference",
-    "gpu_proof",
-    "gpu_report",
-    "predictions",
-    "tools_reference",
-}
+_NOT_FOR_USERS = {"gpu_proof", "gpu_report"}
 
 _INTRODUCTION = """\
 # Programs
