@@ -37,6 +37,7 @@ from tests.helpers.batches import completed
 from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.launches import launch_of
 from tests.helpers.models import save_qwen3, save_qwen3_next
+from tests.helpers.sglang_delta_net import ARGUMENTS
 from tests.helpers.sglang_engine import prompts, settings
 
 NUM_STEPS = 3
@@ -157,6 +158,6 @@ def test_greedy_samples_and_weights_are_those_of_a_colocated_run(
 
 @pytest.mark.slow
 def test_hybrids_hold_the_trainers_weights_by_sglangs_own_checksums(tmp_path: Path) -> None:
-    apart = {"placement": "disaggregated", "num_ranks": 1, "max_staleness": 0}
+    apart = {"placement": "disaggregated", "num_ranks": 1, "max_staleness": 0, "sglang": ARGUMENTS}
     found, *_ = run_engine_ranks(2, trained, save_qwen3_next(tmp_path), apart)
     assert {span.version for _, _, spans in found["samples"] for span in spans} == set(range(NUM_STEPS))

@@ -29,6 +29,7 @@ from tests.helpers.models import (
     save_qwen3_moe,
     save_qwen3_next,
 )
+from tests.helpers.sglang_delta_net import ARGUMENTS
 from tests.helpers.sglang_engine import (
     answers,
     change,
@@ -65,11 +66,12 @@ def save_with_yarn(path: Path, **_: Any) -> str:
     return str(path)
 
 
-def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None) -> dict[str, Any]:
+def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None, sglang: dict[str, Any]) -> dict[str, Any]:
     """Ask one engine for all ranks, on one rank of them. With `lora` its adapters change, and no other weight."""
     found: dict[str, Any] = {"differences": []}
     change_weights = change_adapters if lora else change
-    with rank_with_engine(settings(path, num_ranks, lora=lora, tp_size=num_ranks, max_running=10)) as rank:
+    cfg = settings(path, num_ranks, lora=lora, tp_size=num_ranks, max_running=10, sglang=sglang)
+    with rank_with_engine(cfg) as rank:
         asked = [greedy(ids, 24) for ids in prompts(14)]
         (before,) = trainer_logprobs(rank.policy, [tuple(range(2, 40))])
         for version in range(3):  # the second and third repeat the copies of the first
@@ -103,7 +105,7 @@ def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None) -> dict[st
 def test_models_with_a_state_say_what_the_trainer_says(
     tmp_path: Path, save: Callable[..., str], num_ranks: int, lora: dict[str, Any] | None
 ) -> None:
-    check(all_of(save(tmp_path, rope_parameters=ROTARY), num_ranks, lora))
+    check(all_of(save(tmp_path, rope_parameters=ROTARY), num_ranks, lora, ARGUMENTS))
 
 
 @pytest.mark.slow
@@ -116,12 +118,12 @@ def test_models_with_a_state_say_what_the_trainer_says(
     ],
 )
 def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> None:
-    check(all_of(save(tmp_path), 2, None))
+    check(all_of(save(tmp_path), 2, None, {}))
 
 
-def all_of(path: str, num_ranks: int, lora: dict[str, Any] | None) -> list[dict[str, Any]]:
+def all_of(path: str, num_ranks: int, lora: dict[str, Any] | None, sglang: dict[str, Any]) -> list[dict[str, Any]]:
     """Ask one engine for these ranks; returns what each of them has found."""
-    return run_engine_ranks(num_ranks, all_of_it, path, num_ranks, lora)
+    return run_engine_ranks(num_ranks, all_of_it, path, num_ranks, lora, sglang)
 
 
 def check(ranks: list[dict[str, Any]]) -> None:

@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import options as sglang_options
+from tests.helpers import sglang_delta_net
 from tests.helpers.ranks import run_ranks
 
 START_LIMIT_S = 240.0  # two cores that are busy with other things
@@ -81,5 +84,7 @@ def _wait_and_run(pipe: Connection, owner: int) -> None:
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     runpy.run_path(str(Path(sglang_cpu.__file__).parent / "startup/sitecustomize.py"))
+    if not torch.cuda.is_available():
+        sglang_delta_net.install()
     target, arguments, options = pickle.loads(work)
     target(*arguments, **options)

@@ -263,14 +263,6 @@ def test_the_state_of_a_convolution_keeps_its_inputs_as_they_are(tmp_path: Path,
     assert "SGLANG_MAMBA_CONV_DTYPE" not in plain.environment and "mamba_ssm_dtype" not in plain.arguments
 
 
-def test_overlapping_schedules_are_for_devices(tmp_path: Path) -> None:
-    on_cpu = started(config(tmp_path, "rollout.max_running=5"), "cpu", hybrid()).arguments
-    assert on_cpu["disable_overlap_schedule"] and on_cpu["mamba_radix_cache_strategy"] == "no_buffer"
-    assert on_cpu["max_mamba_cache_size"] == 20
-    on_device = started(config(tmp_path), "cuda", hybrid()).arguments
-    assert not on_device.keys() & {"disable_overlap_schedule", "mamba_radix_cache_strategy", "max_mamba_cache_size"}
-
-
 def test_a_hybrid_config_is_told_by_the_names_that_sglang_knows(tmp_path: Path) -> None:
     rotary = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     model = hybrid(rope_parameters=rotary, num_hidden_layers=6, layer_types=[*GATED_DELTA_NET["layer_types"]] * 3)
@@ -298,9 +290,15 @@ def test_a_hybrid_config_is_told_by_the_names_that_sglang_knows(tmp_path: Path) 
 def test_hybrids_that_sglang_does_not_know_are_told(
     tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], sentences: list[str]
 ) -> None:
-    said = list(hybrid_problems(config(tmp_path, *overrides), model))
+    said = list(hybrid_problems(config(tmp_path, *overrides), model, device_type="cuda"))
     assert len(said) == len(sentences)
     assert all(sentence in problem for sentence, problem in zip(sentences, said, strict=True))
+
+
+def test_hybrids_need_a_device_for_sglang(tmp_path: Path) -> None:
+    (sentence,) = hybrid_problems(config(tmp_path), hybrid(), device_type="cpu")
+    assert "has gated delta nets, for which SGLang has no kernels on a CPU" in sentence
+    assert not list(hybrid_problems(config(tmp_path), Qwen3Config(), device_type="cpu"))
 
 
 def test_rotary_settings_that_sglang_checks_too_early_are_refused_under_their_newer_name(tmp_path: Path) -> None:
@@ -314,7 +312,7 @@ def test_rotary_settings_that_sglang_checks_too_early_are_refused_under_their_ne
             file.write_text(json.dumps(written | others | {"rope_scaling": rope}))
         model = AutoConfig.from_pretrained(file.parent)
         assert model.rope_parameters == rope | others  # transformers reads both alike
-        return list(hybrid_problems(config(tmp_path, f"model.path={file.parent}"), model))
+        return list(hybrid_problems(config(tmp_path, f"model.path={file.parent}"), model, device_type="cuda"))
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     (sentence,) = problems(yarn, older=False)

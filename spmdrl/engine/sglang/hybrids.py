@@ -13,7 +13,6 @@ from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
 _ATTENTION = "full_attention"
 _CHECKED_TOO_EARLY = ("yarn", "llama3", "longrope")  # rotary types whose settings depend on other sizes
-_SLOTS_OF_A_REQUEST = 4  # states: its own, and of prefixes that are kept; with fewer than 3 fewer requests run at once
 
 
 def is_hybrid(model_config: Any) -> bool:
@@ -21,11 +20,16 @@ def is_hybrid(model_config: Any) -> bool:
     return bool(recurrent_layers(model_config.get_text_config()))
 
 
-def hybrid_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
     if not is_hybrid(model_config):
         return
     model_config = model_config.get_text_config()
+    if device_type == "cpu":
+        yield (
+            f'model.path = "{cfg.model.path}" has gated delta nets, for which SGLang has no kernels on a CPU; set '
+            'rollout.engine = "torch"'
+        )
     if attention_interval(model_config) is None:
         yield (
             f'model.path = "{cfg.model.path}" has the layers {", ".join(model_config.layer_types)}, but SGLang knows '
@@ -75,22 +79,14 @@ def attention_interval(model_config: Any) -> int | None:
     return interval if layers == expected else None
 
 
-def hybrid_arguments(cfg: Config, model_config: Any, *, device_type: str) -> dict[str, Any]:
+def hybrid_arguments(model_config: Any) -> dict[str, Any]:
     """Return SGLang's arguments for such a model, on top of which the user's come; none for other models."""
     if not is_hybrid(model_config):
         return {}
-    arguments: dict[str, Any] = {
+    return {
         "mamba_ssm_dtype": "float32",  # that of transformers' recurrence
         "disable_shared_experts_fusion": True,  # they stay apart, as on a CPU: `layout.py` knows one layout
     }
-    if device_type == "cpu":
-        arguments |= {
-            "disable_overlap_schedule": True,
-            "mamba_radix_cache_strategy": "no_buffer",
-            # On a device it is a part of rollout.memory_fraction; here it would be one of the machine's memory.
-            "max_mamba_cache_size": _SLOTS_OF_A_REQUEST * cfg.rollout.max_running,
-        }
-    return arguments
 
 
 def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:

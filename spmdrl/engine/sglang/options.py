@@ -119,7 +119,7 @@ def sglang_problems(
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
     yield from adapter_problems(cfg, model_config, device_type=device_type)
-    yield from hybrid_problems(cfg, model_config)
+    yield from hybrid_problems(cfg, model_config, device_type=device_type)
     yield from image_problems(cfg, model_config)
     yield from rotary_problems(cfg.model.path, model_config)
     if cfg.run.deterministic and device_type == "cpu":
@@ -294,7 +294,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         grammar_backend="none" if on_cpu else None,
     )
     arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
-    arguments |= hybrid_arguments(cfg, model_config, device_type=world.device.type) | image_arguments(model_config)
+    arguments |= hybrid_arguments(model_config) | image_arguments(model_config)
     if cfg.true_on_policy:
         arguments |= {
             "rl_on_policy_target": "fsdp",

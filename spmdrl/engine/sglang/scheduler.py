@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from spmdrl.engine.sglang.adapters import DIGEST, MISMATCH
-from spmdrl.engine.sglang.cpu import delta_net
 from spmdrl.engine.sglang.cpu.pinning import pin_nothing
 from spmdrl.refit.digest import digest, digests
 
@@ -29,24 +27,16 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
     """Run SGLang's scheduler until it is told to end; the engine starts its processes with this."""
     add_hooks()
     if not torch.cuda.is_available():
-        compute_without_kernels()
+        compute_without_pinning()
     run_scheduler_process(*arguments, **options)  # it applies the hooks
 
 
-def compute_without_kernels() -> None:
-    """Let SGLang compute on a CPU what it has no kernels for there. Call it before SGLang's models are imported."""
+def compute_without_pinning() -> None:
+    """Let SGLang compute with adapters on a CPU, where no memory can be pinned."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
     pin_nothing(layers, torch_backend)  # which compute with adapters
-    for owner, kernels in (
-        (importlib.import_module("sgl_kernel.mamba"), delta_net.kernels()),
-        (torch.ops.sgl_kernel, delta_net.operators()),
-    ):
-        for name, kernel in kernels.items():
-            setattr(owner, name, kernel)
-    for path, replacement in delta_net.replacements().items():
-        HookRegistry.register(path, replacement, HookType.REPLACE)
 
 
 def add_hooks() -> None:

@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) in SGLang on a CPU: what its kernels compute, in torch.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) in SGLang on a CPU, where it has no kernels for them: the same in torch.
 
 A request keeps two states in each such layer, in pools with a slot for each request: the last inputs of the convolution
 [slots, C, W - 1], for kernels W wide, and the memory of the delta rule [slots, H, V, K], for H value heads of size V
@@ -8,6 +8,7 @@ requests at a time. A prompt may begin where the state of a cached prefix ends.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,27 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+
+# Settings of `rollout.sglang` for this backend, which lacks the default schedule and cache strategy.
+ARGUMENTS = {
+    "disable_overlap_schedule": True,
+    "mamba_radix_cache_strategy": "no_buffer",
+    "max_mamba_cache_size": 64,  # four states for each of 16 requests; otherwise a part of the machine's memory
+}
+
+
+def install() -> None:
+    """Let SGLang compute with these in this process. Call it before SGLang's models are imported."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for owner, functions in (
+        (importlib.import_module("sgl_kernel.mamba"), kernels()),
+        (torch.ops.sgl_kernel, operators()),
+    ):
+        for name, function in functions.items():
+            setattr(owner, name, function)
+    for path, replacement in replacements().items():
+        HookRegistry.register(path, replacement, HookType.REPLACE)
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
