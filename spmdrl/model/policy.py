@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from spmdrl.model.adapters import Adapters
-from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
 from spmdrl.model.kernels import Kernel
@@ -73,6 +73,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.trunk = Trunk(model)
+        calls = model.config.get_text_config()._attn_implementation
+        assert calls == IMPLEMENTATION, f'the model calls attention "{calls}", which does not know of packed sequences'
         self.kernel: Kernel = kernel
         self.context = context
         self.context_style: Style = context_style

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import packed_attention
+from spmdrl.model.policy import Policy
 from spmdrl.model.positions import packed_positions, placeholder_rows, position_shift, token_positions
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.model.rotary import lengths_of_tokens
@@ -158,3 +159,9 @@ def test_images_of_one_call_are_encoded_as_if_alone(tmp_path: Path) -> None:
         for one, found in zip(shown, together, strict=True):
             (alone,) = trunk.encode([one.pixels], [one.grid])
             torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+def test_a_model_that_would_pass_its_kernel_by_is_no_policy(tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(save_qwen3(tmp_path), attn_implementation="sdpa")
+    with pytest.raises(AssertionError, match='attention "sdpa"'):
+        Policy(plain, kernel="sdpa", temperature=1.0, logits_chunk_tokens=64)
