@@ -194,14 +194,24 @@ test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; w
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
 
 # DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds. Triton's
-# interpreter is slow, so tests get more time. Whole runs start their devices themselves, beside one rank on the CPU.
+# interpreter is slow: tests of kernels alone have it, the others twins of kernels in torch. Whole runs start their
+# devices themselves, beside one rank on the CPU.
 DEVICES ?= 2
 EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
   PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
+TESTS_OF_KERNELS := tests/gpu/test_fused.py tests/gpu/test_head.py \
+  tests/gpu/test_refit_processes.py::test_digests_on_the_device_are_the_hosts
+ON_EMULATED := $(PYTEST) --timeout=1800
 
-test-gpu: $(if $(filter emulated,$(DEVICE)),$(TRITON)) $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
-	$(if $(filter emulated,$(DEVICE)),$(EMULATED)) $(PYTEST) $(if $(filter emulated,$(DEVICE)),--timeout=1800) tests/gpu || test $$? -eq 5  # 5: there are none
-	$(if $(filter emulated,$(DEVICE)),$(ONE_THREAD) $(PYTEST) tests/e2e/test_emulated_runs.py || test $$? -eq 5)
+ifeq ($(DEVICE),emulated)
+test-gpu: $(TRITON) $(INSTALLED)
+	$(EMULATED) EMULATED_CUDA_PLAIN_KERNELS=1 $(ON_EMULATED) $(TESTS_OF_KERNELS:%=--deselect=%) tests/gpu || test $$? -eq 5  # 5: there are none
+	$(EMULATED) $(ON_EMULATED) $(TESTS_OF_KERNELS) || test $$? -eq 5
+	$(ONE_THREAD) $(ON_EMULATED) tests/e2e/test_emulated_runs.py || test $$? -eq 5
+else
+test-gpu: $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
+	$(PYTEST) tests/gpu || test $$? -eq 5
+endif
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck
 	$(IN_VENV) ruff check .

@@ -53,6 +53,7 @@ class _Finder(MetaPathFinder):
 def wait_for_torch() -> None:
     """Install the devices when torch is imported. A process that does not import it pays nothing."""
     choose_cache()
+    os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # torch's own Triton kernels would be interpreted
     plain_kernels.install()
 
     def with_core(core_module: ModuleType) -> None:

@@ -14,13 +14,17 @@ from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.context import context_attention, gather_tokens
 from spmdrl.types import UserError
 from tests.helpers.context import STYLES, local_part, offsets_of, with_gradients, world_mesh
+from tests.helpers.device_sizes import sized
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-HEADS, HEAD_DIM = 8, 64
-LAYOUTS = [[512, 512], [1024], [500, 24, 500], [300, 1, 1, 700, 22], [1000, *[1] * 24]]
-WINDOWS = [None, 100, 700]
+HEADS, HEAD_DIM = 8, sized(64, emulated=16)
+LAYOUTS = sized(
+    [[512, 512], [1024], [500, 24, 500], [300, 1, 1, 700, 22], [1000, *[1] * 24]],
+    emulated=[[32, 32], [64], [30, 4, 30], [19, 1, 1, 40, 3], [40, *[1] * 24]],
+)
+WINDOWS = sized([None, 100, 700], emulated=[None, 6, 44])
 
 
 def _attended(attend: Attend, leaves: list[Tensor], grad: Tensor, window: int | None) -> list[Tensor]:

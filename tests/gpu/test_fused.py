@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.device_sizes import EMULATED, sized
 from tests.helpers.fused_cases import CASES, EMPTY, HALF, Case, eager, gradients, inputs_of
 
 CUDA = torch.device("cuda")
@@ -29,6 +30,8 @@ def test_kernels_equal_plain_functions(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if math.prod(case.shape) > 100], ids=str)
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Case, dtype: torch.dtype) -> None:
+    if EMULATED and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts bfloat16 off instead of rounding it")
     given = [x.to(dtype) for x in inputs_of(case, torch.float64)]
     truth = gradients(case.fused, [x.double() for x in given])
     moved = list(map(on_device, given))
@@ -38,8 +41,12 @@ def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Cas
         assert (mine.cpu() - right).abs().sum() <= 1.05 * (other.cpu() - right).abs().sum()
 
 
-def test_a_weights_gradient_is_the_same_each_time() -> None:
-    case = Case("head norm", (3000, 16, 128))  # more heads than the programs take at once
+def test_a_weights_gradient_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmdrl.model import fused_triton
+
+    monkeypatch.setattr(fused_triton, "_PROGRAMS", sized(fused_triton._PROGRAMS, emulated=4))
+    shape = sized((3000, 16, 128), emulated=(13, 16, 32))  # more heads than the programs take at once
+    case = Case("head norm", shape)
     given = list(map(on_device, inputs_of(case, torch.bfloat16)))
     once, again = (gradients(case.fused, given) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))

@@ -12,6 +12,7 @@ from spmdrl.model import logits_tile
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
 from spmdrl.step.batch import lay_end_to_end
+from tests.helpers.device_sizes import sized
 from tests.helpers.logits_tiles import (
     PEAK_TILE_ELEMENTS,
     SIZES,
@@ -38,13 +39,13 @@ def adds_products() -> Iterator[None]:
 def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float) -> None:
     from spmdrl.model import logits_tile_triton
 
-    for size in (*SIZES, (2048, 8192)):
+    for size in (*SIZES, sized((2048, 8192), emulated=(64, 3000))):
         require_same(logits_tile_triton, logits_tile, case(*size, dtype, "cuda"), temperature)
 
 
 def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> None:
     torch.manual_seed(0)
-    tokens, width, vocabulary = 3000, 256, 20_000
+    tokens, width, vocabulary = sized((3000, 256, 20_000), emulated=(300, 64, 2000))
     hidden = torch.randn(tokens, width, device=CUDA).bfloat16()
     weight = torch.randn(vocabulary, width, device=CUDA).mul_(width**-0.5).bfloat16()
     targets = torch.arange(tokens, device=CUDA) * 7 % vocabulary
@@ -57,7 +58,9 @@ def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> N
             log_p = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
             scores = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
         else:
-            scores = next_token_logprobs(*leaves, None, targets, temperature=0.7, chunk=2048, head=head)
+            scores = next_token_logprobs(
+                *leaves, None, targets, temperature=0.7, chunk=sized(2048, emulated=205), head=head
+            )
         gradients = torch.autograd.grad((slope * (scores[0] + 0.3 * scores[1])).sum(), leaves)
         return [x.detach().double() for x in (*scores, *gradients)]
 

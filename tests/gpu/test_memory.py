@@ -28,16 +28,24 @@ from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.device_memory import MIB, allocated, shards, state
+from tests.helpers.device_sizes import sized
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 
 CUDA = torch.device("cuda")
+BUCKET_BYTES = SPARE = sized(16 * MIB, emulated=MIB)
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """About 24 million parameters: 90 MiB of float32, well above the granularity of the allocator."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128}
+    """About 24 million parameters: 90 MiB of float32, well above the granularity of the allocator.
+
+    On an emulated device 1.7 million, 7 MiB, and limits that are as much smaller.
+    """
+    sizes = sized(
+        {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128},
+        emulated={"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 32},
+    )
     return save_qwen3(tmp_path_factory.mktemp("qwen3"), **sizes)
 
 
@@ -71,7 +79,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             memory.sleep()
             assert memory.asleep_bytes >= (3 if moves == "all" else 2) * weights
             assert allocated() <= awake - memory.asleep_bytes + MIB
-            assert allocated() < (0 if moves == "all" else weights) + 16 * MIB
+            assert allocated() < (0 if moves == "all" else weights) + SPARE
             free.append(torch.cuda.mem_get_info()[0])
             pinned.add(memory._host.num_bytes)
             with torch.no_grad():
@@ -81,7 +89,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
             after = state(learner)
             assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         assert len(pinned) == 1
-        assert min(free) >= free[0] - 32 * MIB
+        assert min(free) >= free[0] - 2 * SPARE
         train(learner, meshes, step=2)  # the woken weights are the ones that FSDP gathers and the optimizer moves
         assert not all(torch.equal(one, other) for one, other in zip(before, state(learner), strict=True))
         del learner, memory
@@ -128,7 +136,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
             learner.model,
             engine,
             meshes,
-            RefitConfig(bucket_bytes=16 * MIB, verify="every"),
+            RefitConfig(bucket_bytes=BUCKET_BYTES, verify="every"),
             dtype=torch.bfloat16,
         )
         refit(version=1)  # compares digests
@@ -150,7 +158,7 @@ def test_the_handover_catches_a_leak(qwen3: str) -> None:
             learner.model,
             engine,
             meshes,
-            RefitConfig(bucket_bytes=16 * MIB, verify="every"),
+            RefitConfig(bucket_bytes=BUCKET_BYTES, verify="every"),
             dtype=torch.bfloat16,
         )
         free = read_memory(CUDA).free_bytes
@@ -193,7 +201,7 @@ def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
             learner.model,
             engine,
             meshes,
-            RefitConfig(bucket_bytes=16 * MIB, verify="first"),
+            RefitConfig(bucket_bytes=BUCKET_BYTES, verify="first"),
             dtype=torch.bfloat16,
         )
         handover = Handover(

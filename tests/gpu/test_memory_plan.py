@@ -29,13 +29,19 @@ from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, minimal_config, model_config, plan_for
 from tests.helpers.device_memory import MIB, allocated, shards, state
+from tests.helpers.device_sizes import sized
 from tests.helpers.live import Watch
 from tests.helpers.models import save_qwen3
 from tests.helpers.policies import policy_of, tokens
 from tests.helpers.sequences import random_sequences
 
 CUDA = torch.device("cuda")
-SIZES = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+SIZES = sized(
+    {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128},
+    emulated={"hidden_size": 128, "intermediate_size": 512, "head_dim": 32},
+)
+SEQUENCE_TOKENS = sized(512, emulated=128)  # eight of them
+UPDATE = sized({"count": 64, "max_tokens": 250}, emulated={"count": 32, "max_tokens": 100})
 LEVELS = ["none", "selective", "full"]
 MOVED = ("token_ids", "positions", "cu_seqlens", "loss_mask")  # what a forward pass reads
 
@@ -49,7 +55,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     policy = policy_of(level, dtype=torch.bfloat16, kernel="varlen", **SIZES, **heads).to(CUDA)
-    batch = tokens(*[512] * 8)
+    batch = tokens(*[SEQUENCE_TOKENS] * 8)
     batch = replace(batch, **{name: getattr(batch, name).to(CUDA) for name in MOVED})
     policy(batch).logprobs.sum().backward()  # cuBLAS's workspaces, and gradients
     before = allocated()
@@ -57,7 +63,7 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     measured = allocated() - before
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
     kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=True, fused=True)
-    predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=512 * 8)
+    predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=SEQUENCE_TOKENS * 8)
     assert 0.85 < predicted / measured < 1.15
     with Watch() as watch:
         scores.logprobs.sum().backward()
@@ -112,10 +118,10 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         learner = start(qwen3, meshes, level=level)
-        train(learner, meshes, step=1, count=64, max_tokens=250)
+        train(learner, meshes, step=1, **UPDATE)
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
-        num_tokens = train(learner, meshes, step=2, count=64, max_tokens=250)
+        num_tokens = train(learner, meshes, step=2, **UPDATE)
         measured = torch.cuda.max_memory_allocated()
         del learner
     cfg = minimal_config(

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.device_sizes import needs_kernels
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings
 from tests.helpers.small_run import finished_torchrun, rows, sums_from_files, write_small_run
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+pytestmark = [pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed"), needs_kernels]
 
 LIMIT_S = 540.0  # kernels are compiled at the first start
 # What a machine without flashinfer can run, too.
