@@ -38,10 +38,10 @@ from spmdrl.config import RefitConfig
 from spmdrl.dist.device import device_bytes
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
+from spmdrl.engine.sglang.surroundings import cpu_environment
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.refit.refit import Refit
 
@@ -253,7 +253,7 @@ def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
         "sleep_on_idle": True,
         "log_level": "error",
     }
-    environment = {"PYTHONWARNINGS": "ignore"} | (sglang_cpu.child_environment() if on_cpu else {})
+    environment = {"PYTHONWARNINGS": "ignore"} | (cpu_environment() if on_cpu else {})
     return SGLangOptions(
         arguments=arguments,
         environment=environment,

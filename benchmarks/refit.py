@@ -32,11 +32,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spmdrl.config import LoraConfig, ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
+from spmdrl.engine.sglang.surroundings import cpu_environment
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.adapted import load_trained
 from spmdrl.model.load import load_policy
@@ -344,7 +344,7 @@ def launch(folder: str, **more: Any) -> SGLangOptions:
         "log_level": "error",
         **more,
     }
-    environment = {"PYTHONWARNINGS": "ignore", **sglang_cpu.child_environment()}
+    environment = {"PYTHONWARNINGS": "ignore", **cpu_environment()}
     return SGLangOptions(
         arguments=arguments,
         environment=environment,

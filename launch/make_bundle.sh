@@ -49,7 +49,7 @@ for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; do
 # Three quarters of the size are kernels for other GPUs, fa3, and parts of SGLang that rollouts do not use.
 rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/rust_extensions/*.so "$site/triton_kernels"
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
-cp -r "$here/spmdrl/engine/sglang/cpu/stubs/IPython" "$site"
+cp -r "$here/spmdrl_sglang_cpu/stubs/IPython" "$site"
 find "$site" -name __pycache__ -prune -exec rm -rf {} +
 
 rm -f "$out"/site.tar.xz.*

@@ -19,7 +19,7 @@ from spmdrl.faults.text import in_ranges
 DUMP_SIGNAL = signal.SIGUSR2
 # Lines around the stacks that a rank writes of itself, and after the last of its output.
 BEGIN, END, DONE = "--- stacks of", "--- end of stacks", "--- nothing else"
-# Names the log to the processes of an engine. They read it in `engine/sglang/cpu/startup/sitecustomize.py`, which
+# Names the log to the processes of an engine. They read it in `engine/sglang/startup/sitecustomize.py`, which
 # imports nothing of spmdrl.
 STACKS_TO = "SPMDRL_STACKS_TO"
 

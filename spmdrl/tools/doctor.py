@@ -240,7 +240,7 @@ def _verdicts(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
 
 def _stubs_remark() -> str:
     """Say that SGLang runs on a CPU here, with torch operators and stand-ins for its CUDA kernels."""
-    return ", on a CPU: spmdrl.engine.sglang.cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
+    return ", on a CPU: spmdrl_sglang_cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
 
 
 def _missing_for_training(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def run(installed: Path, folder: Path, *command: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_folders_with_the_names_of_other_packages_are_apart(installed: Path) -> None:
+    (wheel,) = installed.parents[1].glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if re.search(r"^spmdrl/.*/(triton|torchvision|sgl_kernel|IPython)/", name)]
+    ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "spmdrl_sglang_cpu").rglob("*.py")}
+    assert ours and ours <= set(names) and "spmdrl/engine/sglang/startup/sitecustomize.py" in names
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ import torch
 
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.cpu import on_import
 from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.model.load import load_model_config
+from spmdrl_sglang_cpu import on_import
 from tests.helpers.config_file import GOOD, read
 from tests.helpers.models import save_qwen3, save_qwen3_next
 from tests.helpers.ranks import run_ranks

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.sglang.cpu import child_environment
+from spmdrl.engine.sglang.surroundings import cpu_environment
 from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
 from spmdrl.tools.tiny_model import character_tokenizer
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 SEEN = """
 from importlib.util import find_spec
 specs = map(find_spec, ("triton", "torchvision", "sgl_kernel", "IPython"))
-print([name for spec in specs if spec and "sglang/cpu" in (name := spec.origin or "")])
+print([name for spec in specs if spec and "sglang_cpu" in (name := spec.origin or "")])
 """
 
 
@@ -48,9 +48,9 @@ def python(*arguments: str, **environment: str) -> list[str]:
 
 def test_the_engine_can_be_imported() -> None:
     code = """
-from spmdrl.engine.sglang import cpu as sglang_cpu
-sglang_cpu.enable()
-sglang_cpu.enable()
+import spmdrl_sglang_cpu
+spmdrl_sglang_cpu.enable()
+spmdrl_sglang_cpu.enable()
 import sglang
 from sglang.srt.entrypoints.engine import Engine
 print(sglang.__version__)
@@ -65,7 +65,7 @@ except RuntimeError as error:
 # torch and transformers have looked for the real packages before the stubs were there.
 from transformers.utils import is_torchvision_available
 import triton, torchvision
-print([has_triton_package(), is_torchvision_available()], "sglang/cpu" in torchvision.__file__)
+print([has_triton_package(), is_torchvision_available()], "sglang_cpu" in torchvision.__file__)
 """
     assert python("-c", code) == ["0.5.23", "triton is not installed", "[False, False] True"]
 
@@ -83,9 +83,9 @@ print(model(torch.tensor([[5, 6, 7]])).logits.isfinite().all().item())
 
 def test_processes_of_the_engine_see_none_before_sglang(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
-    environment = child_environment()
+    environment = cpu_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    code = "from spmdrl.engine.sglang.cpu import on_import; print(on_import.installed())"
+    code = "from spmdrl_sglang_cpu import on_import; print(on_import.installed())"
     assert python("-c", code + SEEN, **environment) == ["the other one", "True", "[]"]
 
 
@@ -121,7 +121,7 @@ def test_an_export_gives_the_trainers_log_probabilities(tmp_path: Path) -> None:
 def test_a_process_of_an_engine_ends_at_once_when_its_rank_has_ended_before() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    environment = os.environ | child_environment() | {"SPMDRL_ENGINE_OF": str(gone.pid)}
+    environment = os.environ | cpu_environment() | {"SPMDRL_ENGINE_OF": str(gone.pid)}
     late = subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], env=environment, timeout=50)
     assert late.returncode == 1
 
@@ -130,7 +130,7 @@ def test_processes_of_an_engine_end_with_their_rank_from_the_first_moment() -> N
     child = "import time; print('running', flush=True); time.sleep(60)"
     rank = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout); "
     rank += "print(p.pid, flush=True); time.sleep(60)"
-    environment = os.environ | child_environment()
+    environment = os.environ | cpu_environment()
     parent = f"import os, sys; os.environ['SPMDRL_ENGINE_OF'] = str(os.getpid()); exec({rank!r})"
     process = subprocess.Popen([sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from multiprocessing import context, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import options as sglang_options
+from spmdrl.engine.sglang.surroundings import STARTUP
 from tests.helpers import sglang_delta_net
 from tests.helpers.ranks import run_ranks
 
@@ -83,7 +82,7 @@ def _wait_and_run(pipe: Connection, owner: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    runpy.run_path(str(Path(sglang_cpu.__file__).parent / "startup/sitecustomize.py"))
+    runpy.run_path(str(STARTUP / "sitecustomize.py"))
     if not torch.cuda.is_available():
         sglang_delta_net.install()
     target, arguments, options = pickle.loads(work)

@@ -26,13 +26,13 @@ ARGUMENTS = {
 
 
 def main(model: str, prompts: str, num_tokens: str) -> None:
-    from spmdrl.engine.sglang import cpu as sglang_cpu
+    from spmdrl.engine.sglang.surroundings import cpu_environment, stand_ins
 
-    sglang_cpu.enable()
+    stand_ins().enable()
     from sglang.srt.entrypoints.engine import Engine
 
     before = dict(os.environ)
-    os.environ.update(sglang_cpu.child_environment())
+    os.environ.update(cpu_environment())
     engine = Engine(model_path=model, **ARGUMENTS)
     os.environ.clear()
     os.environ.update(before)

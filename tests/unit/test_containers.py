@@ -24,7 +24,7 @@ def test_what_is_copied_is_there_and_is_enough_to_install(recipe: str) -> None:
     assert [name for name in copied if not (ROOT / name).exists()] == []
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     named = re.findall(r'"(README\.md|LICENSE)"', project)
-    assert {*named, "pyproject.toml", "Makefile", "constraints", "spmdrl"} <= set(copied)
+    assert {*named, "pyproject.toml", "Makefile", "constraints", "spmdrl", "spmdrl_sglang_cpu"} <= set(copied)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -18,7 +18,6 @@ from spmdrl.config.plan import Plan
 from spmdrl.data.tokenizer import listed_end_tokens
 from spmdrl.dist.device import local_rank
 from spmdrl.dist.session import World
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
@@ -28,6 +27,7 @@ from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.rotary import rotary_problems
+from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.model import sglang_kernels
 from spmdrl.model.load import compute_dtype
@@ -305,13 +305,13 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
     environment = {
         "PYTHONWARNINGS": "ignore",
         "SPT_NOENV": "1",  # they set their titles, which would cover the mark by which `orphans` finds them
-        "PYTHONPATH": sglang_cpu.startup_path(),
+        "PYTHONPATH": startup_path(),
         # The room beyond the longest sequence may be more than the model was made for; no token is ever put there.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     environment |= hybrid_environment(model_config, dtype=dtype)
     if on_cpu:
-        environment |= sglang_cpu.child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
+        environment |= stand_ins().child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     if arguments["enable_memory_saver"]:
         environment |= preload.library_path()
     if cfg.true_on_policy:

@@ -32,11 +32,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from spmdrl.dist.session import apart_from_the_run
 from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.sglang import cpu as sglang_cpu
 from spmdrl.engine.sglang import kernels
-from spmdrl.engine.sglang.cpu.processor import without_torchvision
 from spmdrl.engine.sglang.images import take_numbers_from_requests
 from spmdrl.engine.sglang.orphans import OWNER_VARIABLE
+from spmdrl.engine.sglang.surroundings import stand_ins
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
 
@@ -84,13 +83,13 @@ def import_sglang() -> None:
     if "sglang.srt.entrypoints.engine" in sys.modules:
         return
     if not torch.cuda.is_available():
-        sglang_cpu.enable()
+        stand_ins().enable()
     policy = asyncio.get_event_loop_policy()
     with _process_wide_settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a page about kernels that are not for this device
         import sglang.srt.entrypoints.engine  # noqa: F401
     if not torch.cuda.is_available():
-        without_torchvision(sys.modules["sglang.srt.managers.tokenizer_manager"])
+        stand_ins().without_torchvision(sys.modules["sglang.srt.managers.tokenizer_manager"])
     asyncio.set_event_loop_policy(policy)
 
 

@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from spmdrl.engine.sglang.adapters import DIGEST, MISMATCH
-from spmdrl.engine.sglang.cpu.pinning import pin_nothing
+from spmdrl.engine.sglang.surroundings import stand_ins
 from spmdrl.refit.digest import digest, digests
 
 _ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -36,7 +36,7 @@ def compute_without_pinning() -> None:
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
-    pin_nothing(layers, torch_backend)  # which compute with adapters
+    stand_ins().pin_nothing(layers, torch_backend)  # which compute with adapters
 
 
 def add_hooks() -> None:

@@ -43,9 +43,9 @@ if "SPMDRL_STACKS_TO" in os.environ:
     _log = os.open(os.environ["SPMDRL_STACKS_TO"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     faulthandler.register(signal.SIGUSR2, _log, chain=False)
 
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    # By path: `import spmdrl...` would load torch into helper processes that need neither.
-    _run(importlib.util.spec_from_file_location("spmdrl_sglang_on_import", _HERE.parent / "on_import.py")).install()
+if "SPMDRL_SGLANG_CPU" in os.environ:
+    # By path: importing its package would load torch into helper processes that do not need it.
+    _run(importlib.util.spec_from_file_location("sglang_on_import", os.environ["SPMDRL_SGLANG_CPU"])).install()
 
 _hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if Path(path).resolve() != _HERE])
 if _hidden is not None and _hidden.loader is not None:

@@ -1,6 +1,6 @@
 """Make the packages in `stubs/` importable once `sglang` is first imported.
 
-Uses the standard library only and is also loaded by path, in processes where spmdrl may not be importable.
+Uses the standard library only and is also loaded by path, in processes where its package may not be importable.
 """
 
 from __future__ import annotations

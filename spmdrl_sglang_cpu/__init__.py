@@ -1,4 +1,4 @@
-"""SGLang on machines without a GPU: the pinned release itself, on torch's CPU backend.
+"""SGLang on machines without a GPU: the pinned release itself, on torch's CPU backend. It knows nothing of spmdrl.
 
 SGLang imports four packages that this backend never computes with, and that are large, built for CUDA, or both.
 `stubs/` stands in for them. A stub must not be seen by anything else: to transformers or torch, a package that is
@@ -6,7 +6,8 @@ there is a package that works. So nothing is put into the virtual environment; a
 the stubs, and they appear when it first imports `sglang` (`on_import.py`):
 
 - this process, by `enable()`;
-- the processes that SGLang starts, by the `sitecustomize.py` that `child_environment()` puts on their path.
+- the processes that SGLang starts, when they start with the variables of `child_environment()`: spmdrl's
+  `sitecustomize.py` runs the file that `ON_IMPORT_VARIABLE` names.
 
 A real package, where there is one, is always found before its stub.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-from spmdrl.engine.sglang.cpu import on_import
+from spmdrl_sglang_cpu import on_import
+from spmdrl_sglang_cpu.pinning import pin_nothing
+from spmdrl_sglang_cpu.processor import without_torchvision
 
-__all__ = ["child_environment", "enable", "startup_path"]
+__all__ = ["child_environment", "enable", "pin_nothing", "without_torchvision"]
 
-_STARTUP = Path(__file__).resolve().parent / "startup"
+ON_IMPORT_VARIABLE = "SPMDRL_SGLANG_CPU"
 
 _VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",  # without it SGLang looks for an accelerator and finds none
@@ -38,10 +40,4 @@ def enable() -> None:
 
 def child_environment() -> dict[str, str]:
     """Return the environment variables that the processes started by `Engine(...)` need."""
-    return {"PYTHONPATH": startup_path(), **_VARIABLES}
-
-
-def startup_path() -> str:
-    """Return a PYTHONPATH with our `sitecustomize.py` before any other; on a GPU it ties them to their rank."""
-    rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(_STARTUP)]
-    return os.pathsep.join([str(_STARTUP), *rest])
+    return {ON_IMPORT_VARIABLE: on_import.__file__, **_VARIABLES}
