@@ -124,7 +124,7 @@ def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, s
     saved = _saved_learners(folder_of(folder, step))
     if saved.keys() != optimizers.keys():
         raise UserError(
-            f"the checkpoint of step {step} holds {' and '.join(saved)}, but this run trains "
+            f"the checkpoint of step {step} holds {' and '.join(saved) or 'no learner'}, but this run trains "
             f"{' and '.join(optimizers)}; set advantage.estimator back, or start a new run from the exported model"
         )
     for name, optim in optimizers.items():

@@ -33,6 +33,7 @@ from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.saved import newest_step
 from spmdrl.faults.text import say
 from spmdrl.faults.verdict import (
+    EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
     EXIT_REQUEUE,
@@ -327,6 +328,9 @@ def die_with_parent() -> None:
 
 def tell(ending: Ending) -> int:
     """Print the last words of a launch; returns its exit code."""
+    if ending.code in (EXIT_INTERRUPTED, EXIT_LOST_RANK, EXIT_HANG) and sys.stdout.isatty():
+        with contextlib.suppress(OSError):  # the rank that hid the cursor for its display may have been killed
+            print("\x1b[?25h", flush=True)
     if ending.text:
         say(ending.text, sys.stderr)
     return ending.code

@@ -21,7 +21,7 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.rank_status import own_host
 from spmdrl.faults.slurm import Job, after, job_of
-from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch
+from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch, tell
 from spmdrl.faults.verdict import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -170,6 +170,18 @@ def test_a_second_ctrl_c_ends_everything_at_once(run: Path, started: subprocess.
     assert started.returncode == EXIT_INTERRUPTED
     assert told.splitlines()[-1] == "interrupted; the same command goes on after step 4"
     assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+@pytest.mark.parametrize("code", [EXIT_USER_ERROR, EXIT_LOST_RANK, EXIT_HANG, EXIT_INTERRUPTED])
+def test_a_terminal_whose_display_was_killed_shows_its_cursor(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = code != EXIT_USER_ERROR
+    assert tell(Ending(code=code, text="why")) == code
+    assert capsys.readouterr() == ("", "why\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    tell(Ending(code=code, text="why"))
+    assert capsys.readouterr() == ("\x1b[?25h\n" if killed else "", "why\n")
 
 
 @pytest.mark.parametrize("moment", ["IMPORTS", "CHECK"])
