@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.device_sizes import EMULATED, sized
+from tests.helpers.device_sizes import CUT_OFF, EMULATED, sized
 from tests.helpers.fused_cases import CASES, EMPTY, HALF, Case, eager, gradients, inputs_of
 
 CUDA = torch.device("cuda")
@@ -31,7 +31,7 @@ def test_kernels_equal_plain_functions(case: Case) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Case, dtype: torch.dtype) -> None:
     if EMULATED and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts bfloat16 off instead of rounding it")
+        pytest.skip(CUT_OFF)
     given = [x.to(dtype) for x in inputs_of(case, torch.float64)]
     truth = gradients(case.fused, [x.double() for x in given])
     moved = list(map(on_device, given))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.device_sizes import sized
 from tests.helpers.small_run import (
     assert_same_weights,
     rows,
@@ -21,7 +22,7 @@ from tests.helpers.small_run import (
 MODEL = {"hidden_size": 64, "num_layers": 2}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(sized(240, emulated=900))
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(tmp_path: Path) -> None:
     write_small_run(tmp_path, model=MODEL, **sums_from_files(tmp_path))
     torchrun(tmp_path, 1, "run.name=whole")
@@ -32,7 +33,7 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(tmp_path: Path) -> N
     assert steady_rows(whole) == steady_rows(stopped)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(sized(120, emulated=600))
 def test_fine_tuning_learns(tmp_path: Path) -> None:
     tables = sums_from_files(tmp_path)
     write_small_run(tmp_path, model=MODEL, **tables)
@@ -44,7 +45,7 @@ def test_fine_tuning_learns(tmp_path: Path) -> None:
         sft={"sequences_per_step": 16, "max_response_tokens": 4},
     )
     command = [sys.executable, "-m", "spmdrl.sft", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=sized(100, emulated=500))
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [row["update/loss"] for row in rows(tmp_path / "runs/run")]
     assert losses[-1] < 0.7 * losses[0]
