@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint.tensors import LearnerState, num_bytes, tree_of
+from spmdrl.checkpoint.storage import LearnerState, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig, ModelConfig, OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session

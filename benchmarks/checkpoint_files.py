@@ -23,9 +23,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmdrl.checkpoint.manifest import STATE, TABLE, Digest, Manifest, compare, glance, problems_of
-from spmdrl.checkpoint.places import folder_of, remove, saved_steps
-from spmdrl.checkpoint.retention import superseded
+from spmdrl.checkpoint.manifest import (
+    STATE,
+    TABLE,
+    Digest,
+    Manifest,
+    compare,
+    folder_of,
+    glance,
+    problems_of,
+    remove,
+    saved_steps,
+    superseded,
+)
 
 FILE_BYTES = 4096
 STEPS = (10, 20, 30)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from spmdrl.algo.seeds import mix
-from spmdrl.engine.requests import RequestQueue
+from spmdrl.engine.protocol import RequestQueue
 from spmdrl.types import Request, Response, Span
 
 FIRST_TOKEN, NUM_TOKENS = 3, 94  # those that stand for a character

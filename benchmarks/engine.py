@@ -24,7 +24,7 @@ from generate_peer import lengths_of, load_model, request_prompts, time_generate
 from transformers import PreTrainedModel
 
 from spmdrl.algo.seeds import mix
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.calibration import choose_kernels, shapes_of
 from spmdrl.model.compiled import CannotCompile, compile_all, use_compiled

@@ -47,10 +47,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from spmdrl.config import EnvironmentConfig, ModelConfig, RefitConfig
 from spmdrl.config.environment import ClassEnvironment
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.data.tool_calls import action_of, parse
-from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.running import Running
+from spmdrl.engine.torch.requests import Running
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rollout.episode import Episode, World
 from spmdrl.rollout.group import PromptGroup

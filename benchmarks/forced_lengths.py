@@ -14,7 +14,7 @@ import workload
 from spmdrl.algo.seeds import rollout_seed
 from spmdrl.config import Config
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.run import Launch
 from spmdrl.types import Request, Response
 

@@ -35,9 +35,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import RefitConfig
-from spmdrl.dist.device import device_bytes
 from spmdrl.dist.mesh import Meshes, build_meshes
-from spmdrl.dist.session import spmd_session
+from spmdrl.dist.session import device_bytes, spmd_session
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions

@@ -10,8 +10,8 @@ after `--minutes` are left out. Prints one JSON object, and writes it to benchma
 
     MFU = 3 sum over sequences of (linear L + quadratic L^2) / (seconds x peak)
 
-with the coefficients of `spmdrl/preflight/flops.py`: a backward pass counts as two forward passes, and recomputation as
-none. The peak is the dense bfloat16 rate of the device's data sheet; a device that is not in the table has no MFU.
+with the coefficients of `spmdrl/preflight/shapes.py`: a backward pass counts as two forward passes, and recomputation
+as none. The peak is the dense bfloat16 rate of the device's data sheet; a device that is not in the table has no MFU.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.policy import Policy
-from spmdrl.model.prefetch import prefetch_layers
-from spmdrl.model.sharding import decoder_layers, shard_policy
-from spmdrl.preflight.flops import forward_flops
+from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
 from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.shapes import forward_flops
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, Sequence
 

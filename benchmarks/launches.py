@@ -91,7 +91,7 @@ def measure(size: str, depths: list[int], tokens: int) -> Iterator[dict[str, Any
     from spmdrl.config import LossConfig, OptimConfig, RefitConfig
     from spmdrl.dist.mesh import build_meshes
     from spmdrl.dist.session import spmd_session
-    from spmdrl.engine.torch_engine import TorchEngine
+    from spmdrl.engine.torch.engine import TorchEngine
     from spmdrl.learn.learner import Learner
     from spmdrl.learn.objective import PolicyObjective
     from spmdrl.learn.update import update

@@ -28,16 +28,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.config import LoraConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
-from spmdrl.config.lora import QuantizedBase
+from spmdrl.config.model import QuantizedBase
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
 from spmdrl.memory.device import training_memory
-from spmdrl.model.adapted import load_trained
 from spmdrl.model.load import load_model_config
-from spmdrl.model.quantized import QuantizedLinear
+from spmdrl.model.lora.policy import load_trained
+from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.preflight.forecast import Model
 from spmdrl.step.batch import build_batch
 from spmdrl.tools.parity_cases import plan_of, random_batch

@@ -99,7 +99,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     from gpu_step import micro_batch
     from results import commit_id
 
-    from spmdrl.preflight.published import published_config
+    from spmdrl.preflight.shapes import published_config
 
     config = published_config(case["shape"])
     lengths = [SEQUENCE_TOKENS] * (case["tokens"] // SEQUENCE_TOKENS)
@@ -139,16 +139,15 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
 
     from spmdrl.dist import mesh
     from spmdrl.learn.optim import make_optimizer
-    from spmdrl.model.adapted import plan_adapters
-    from spmdrl.model.adapters import Adapters
     from spmdrl.model.attention import fastest_varlen
     from spmdrl.model.checkpointing import checkpoint_layers
     from spmdrl.model.load import model_without_memory
+    from spmdrl.model.lora.adapters import Adapters
+    from spmdrl.model.lora.policy import plan_adapters
+    from spmdrl.model.lora.targets import targets_of
     from spmdrl.model.operators import operators_of
     from spmdrl.model.policy import Policy
-    from spmdrl.model.prefetch import prefetch_layers
-    from spmdrl.model.sharding import decoder_layers, shard_policy
-    from spmdrl.model.targets import targets_of
+    from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
     from spmdrl.model.trunk import attention_of
 
     if dist.is_initialized():
@@ -230,7 +229,7 @@ def model_of(shape: str, has_adapters: bool) -> Any:
     """Return the shapes of a model's weights."""
     from spmdrl.config import LoraConfig, ModelConfig
     from spmdrl.preflight.forecast import Model
-    from spmdrl.preflight.published import published_config
+    from spmdrl.preflight.shapes import published_config
 
     return Model.read(
         published_config(shape), ModelConfig(path="random"), lora=LoraConfig(rank=16) if has_adapters else None

@@ -38,10 +38,9 @@ from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import SGLangOptions
 from spmdrl.engine.sglang.surroundings import cpu_environment
 from spmdrl.memory.buckets import bucket_bytes
-from spmdrl.model.adapted import load_trained
 from spmdrl.model.load import load_policy
-from spmdrl.refit.adapters import AdapterRefit
-from spmdrl.refit.refit import Refit
+from spmdrl.model.lora.policy import load_trained
+from spmdrl.refit.refit import AdapterRefit, Refit
 
 MIB = 2**20
 GIB = 2**30

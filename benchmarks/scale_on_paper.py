@@ -26,10 +26,8 @@ from spmdrl.config import Config, ModelConfig
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import GIB
-from spmdrl.preflight.flops import forward_flops
 from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.published import PUBLISHED, published_config
-from spmdrl.preflight.shapes import decoder_of, expert_names
+from spmdrl.preflight.shapes import PUBLISHED, decoder_of, expert_names, forward_flops, published_config
 from spmdrl.tools.program import program
 
 _BF16, _FLOAT32 = 2, 4

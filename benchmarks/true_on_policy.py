@@ -25,7 +25,7 @@ from engine import requests, time_engine, use_fastest_kernels
 from generate_peer import request_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.operators import operators_of

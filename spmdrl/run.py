@@ -30,12 +30,12 @@ from spmdrl.faults.verdict import SUPERVISED, tell_once_a_node
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phase import PhaseMemory
-from spmdrl.model.adapted import Reference, load_trained, reference_of
 from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
 from spmdrl.model.compiled import CannotCompile, compile_all, compiled_in_use, use_compiled
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import LinearKernels, kernels_in_use, use_kernels
 from spmdrl.model.load import compute_dtype, load_model_config
+from spmdrl.model.lora.policy import Reference, load_trained, reference_of
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder

@@ -11,8 +11,7 @@ from contextlib import closing
 
 from spmdrl import checkpoint
 from spmdrl.config import SftConfig
-from spmdrl.learn.learner import Learner
-from spmdrl.learn.learners import POLICY
+from spmdrl.learn.learner import POLICY, Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
 from spmdrl.preflight.launch import import_libraries, run_from_command_line
@@ -21,7 +20,7 @@ from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import TrainerAlone
 from spmdrl.step.images import start_images
-from spmdrl.step.imitation import HeldOutLoss, PairEncoder, describe, read_pairs
+from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
 
 

@@ -28,17 +28,17 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
-from spmdrl.dist.device import default_device_type
-from spmdrl.engine.kinds import start_engine
+from spmdrl.dist.session import default_device_type
+from spmdrl.engine.registry import start_engine
 from spmdrl.envs.open import open_environments
 from spmdrl.learn.coefficients import adapt_coefficients
-from spmdrl.learn.learners import POLICY, start_learners
+from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.preflight.launch import import_libraries, run_from_command_line
-from spmdrl.refit.adapters import make_refit
+from spmdrl.refit.refit import make_refit
 from spmdrl.replay.recorder import start_recorder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
@@ -46,12 +46,11 @@ from spmdrl.rollout.start import start_sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
-from spmdrl.step.choice import choose_tokens
-from spmdrl.step.correction import correct
+from spmdrl.step.correction import choose_tokens, correct
+from spmdrl.step.evaluate import probe_batches, probe_metrics
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.probe import probe_batches, probe_metrics
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.steps import Steps

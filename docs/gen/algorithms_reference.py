@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.formula import Formula, LossKind
 from spmdrl.algo.kl import KL_ESTIMATORS
-from spmdrl.algo.policy_losses import POLICY_LOSSES
-from spmdrl.algo.value import VALUE_LOSS
+from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, VALUE_LOSS
 from spmdrl.faults.text import say
 
 _INTRODUCTION = """\

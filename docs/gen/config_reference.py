@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from spmdrl.config import Config, Section, SftConfig
 from spmdrl.config.base import MOST
-from spmdrl.config.names import is_array, sections_in
+from spmdrl.config.errors import is_array, sections_in
 from spmdrl.faults.text import say
 
 _INTRODUCTION = """\

@@ -15,7 +15,7 @@ from spmdrl.config import read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.published import published_config
+from spmdrl.preflight.shapes import published_config
 from spmdrl.tools.fit import phases_table, summary
 
 _ROOT = Path(__file__).parents[2]

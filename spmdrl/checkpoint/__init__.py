@@ -1,7 +1,6 @@
 """Checkpoints: everything a run needs to continue, written in the background and verified before it is loaded."""
 
-from spmdrl.checkpoint.changes import resolved
-from spmdrl.checkpoint.places import newest_step, saved_steps
+from spmdrl.checkpoint.manifest import newest_step, resolved, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
 from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, foresee_resume_point, require_whole
 from spmdrl.checkpoint.write import Saver, start_saver

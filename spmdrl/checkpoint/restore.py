@@ -15,17 +15,24 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE
-from spmdrl.checkpoint.places import folder_of
-from spmdrl.checkpoint.storage import LoadPlanner, Reader
-from spmdrl.checkpoint.tensors import WITHOUT_FROZEN, LearnerState, Tree, in_chunks, trained_weights, tree_of
+from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE, folder_of
+from spmdrl.checkpoint.storage import (
+    WITHOUT_FROZEN,
+    LearnerState,
+    LoadPlanner,
+    Reader,
+    Tree,
+    in_chunks,
+    trained_weights,
+    tree_of,
+)
 from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
 from spmdrl.config.strict import Form, as_written, read_json
 from spmdrl.dist.collectives import failing_together
-from spmdrl.faults.cause import is_secondary
+from spmdrl.faults.failure import is_secondary
 from spmdrl.learn.learner import Learner
-from spmdrl.model.adapters import Adapters, Identity
+from spmdrl.model.lora.adapters import Adapters, Identity
 from spmdrl.model.policy import PackedModel
 from spmdrl.types import UserError
 

@@ -8,13 +8,25 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.checkpoint.changes import FIXED, changes, harmless
-from spmdrl.checkpoint.manifest import Manifest, compare, glance, problems_of
-from spmdrl.checkpoint.places import BROKEN, folder_of, leftovers, rename, saved_steps, step_of
+from spmdrl.checkpoint.manifest import (
+    BROKEN,
+    FIXED,
+    Manifest,
+    changes,
+    compare,
+    folder_of,
+    glance,
+    harmless,
+    leftovers,
+    problems_of,
+    rename,
+    saved_steps,
+    step_of,
+)
 from spmdrl.checkpoint.restore import refuse_other_state
 from spmdrl.config import Config, SftConfig
 from spmdrl.dist.collectives import gather_objects, require_same
-from spmdrl.learn.learners import optimizers_of
+from spmdrl.learn.learner import optimizers_of
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 

@@ -7,20 +7,30 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.checkpoint import metadata as _metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
 from spmdrl.checkpoint.manifest import Digest
+from spmdrl.learn.learner import Learner
+from spmdrl.model.host_state import HostBuffers
 
 
 class Writer(FileSystemWriter):
@@ -136,3 +146,125 @@ class LoadPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+# The tensors of a checkpoint: the state of learners, in the form that torch's distributed checkpoints need.
+
+
+Tree = dict[str, Any]
+
+WITHOUT_FROZEN = StateDictOptions(strict=False)  # to set weights of which those that are not trained are missing
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerState:
+    """The state dicts of a learner; they share its memory."""
+
+    weights: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    @classmethod
+    def of(cls, learner: Learner) -> LearnerState:
+        """Return a learner's state, to save it. Torch makes up a state for an optimizer that has taken no step, as if
+        it had taken one; the optimizer does not keep it here."""
+        has_state = bool(learner.optimizer.state)
+        state = cls.to_fill(learner)
+        if not has_state:
+            learner.optimizer.state.clear()
+        return state
+
+    @classmethod
+    def to_fill(cls, learner: Learner) -> LearnerState:
+        """Return a learner's state, to load into it. An optimizer that has taken no step keeps the state that torch
+        makes up.
+
+        Otherwise torch would make it up again while setting the loaded state. An optimizer with its state on the host
+        has only one memory for both, so the loaded state would be overwritten.
+        """
+        return cls(trained_weights(learner.model), get_optimizer_state_dict(learner.model, learner.optimizer))
+
+
+def trained_weights(model: nn.Module) -> dict[str, Any]:
+    """Return a model's weights and buffers by name, without those that are frozen; they share its memory."""
+    frozen = {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    return {name: weight for name, weight in get_model_state_dict(model).items() if name not in frozen}
+
+
+def tree_of(states: Mapping[str, LearnerState]) -> Tree:
+    """Select what a checkpoint holds. Not the optimizer's settings, which each launch may change, nor its parameter
+    groups, which depend on the ranks that the parameters are split over."""
+    return {
+        name: {"weights": state.weights, "optimizer": {"state": state.optimizer["state"]}}
+        for name, state in states.items()
+    }
+
+
+def in_chunks(tree: Tree) -> Tree:
+    """Convert a tree to the form in which torch's checkpoints save it correctly; shares its memory."""
+    return tree_map(_in_chunks, tree)
+
+
+@torch.no_grad()
+def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
+    """Copy the tree with every local tensor into memory of `buffers`, which the next copy reuses."""
+    leaves, shape = tree_flatten_with_path(tree)
+    locals_ = {keystr(path): _local(value) for path, value in leaves if isinstance(value, Tensor)}
+    places = buffers.take({name: local.nbytes for name, local in locals_.items()})
+    copies = {name: _copied(local, places[name]) for name, local in locals_.items()}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return tree_unflatten([_with_local(value, copies.get(keystr(path))) for path, value in leaves], shape)
+
+
+def num_bytes(tree: Tree) -> int:
+    """Count the bytes of this rank's part of the tree."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return sum(_local(value).nbytes for _, value in leaves if isinstance(value, Tensor))
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _copied(local: Tensor, place: Tensor) -> Tensor:
+    copy = place.view(local.dtype).view(local.shape)
+    return copy.copy_(local, non_blocking=True)
+
+
+def _with_local(value: Any, copy: Tensor | None) -> Any:
+    if isinstance(value, DTensor):
+        return DTensor(copy, value._spec, requires_grad=False)
+    return value if copy is None else copy
+
+
+def _in_chunks(value: Any) -> Any:
+    """Split a DTensor of which this rank holds two parts that are not adjacent; shares its memory. Other values are
+    returned unchanged.
+
+    Experts over tp are such tensors: a rank has a part of the gate projection and the same part of the up projection.
+    """
+    packed = _packed_axis(value)
+    if packed is None:
+        return value
+    placement, local = value.placements[packed], value.to_local()
+    size = value.shape[placement.dim] // placement.split_factor
+    within = value.device_mesh.get_local_rank(packed) * size // value.device_mesh.size(packed)
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    parts = list(local.chunk(placement.split_factor, placement.dim))
+    offsets = [
+        (*start[: placement.dim], number * size + within, *start[placement.dim + 1 :]) for number in range(len(parts))
+    ]
+    return DTensor(LocalShardsWrapper(parts, offsets), value._spec, requires_grad=False)
+
+
+def _packed_axis(value: Any) -> int | None:
+    """Return the axis of a DTensor's mesh along which a rank's parts are not adjacent, if there is one."""
+    if not isinstance(value, DTensor):
+        return None
+    for axis, placement in enumerate(value.placements):
+        # If a second axis splits the same dimension, "strided" only tells the order of the two splits.
+        if isinstance(placement, _StridedShard):
+            dims = [getattr(other, "dim", None) for other in value.placements]
+            if dims.count(placement.dim) == 1:
+                return axis
+    return None

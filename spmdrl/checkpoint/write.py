@@ -22,17 +22,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Max, Metrics, Total
-from spmdrl.checkpoint.changes import resolved
-from spmdrl.checkpoint.manifest import COLLECTOR, STATE, BrokenManifest, Manifest, finite, write_json
-from spmdrl.checkpoint.places import UNFINISHED, delete, folder_of, leftovers, remove, saved_steps, sync_directory
-from spmdrl.checkpoint.retention import superseded
-from spmdrl.checkpoint.storage import Writer
-from spmdrl.checkpoint.tensors import LearnerState, Tree, copy_to_host, in_chunks, num_bytes, tree_of
+from spmdrl.checkpoint.manifest import (
+    COLLECTOR,
+    STATE,
+    UNFINISHED,
+    BrokenManifest,
+    Manifest,
+    delete,
+    finite,
+    folder_of,
+    leftovers,
+    remove,
+    resolved,
+    saved_steps,
+    superseded,
+    sync_directory,
+    write_json,
+)
+from spmdrl.checkpoint.storage import LearnerState, Tree, Writer, copy_to_host, in_chunks, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig, Config, OptimConfig, SftConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
-from spmdrl.model.host_memory import HostBuffers
+from spmdrl.model.host_state import HostBuffers
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 

@@ -3,10 +3,9 @@
 The attribute docstrings of the tables are the configuration reference: `docs/configuration.md` is generated from them.
 """
 
-from spmdrl.config import environment_rules, lora_rules, rules  # noqa: F401 (rules hold once they are imported)
-from spmdrl.config.algorithm import AdvantageConfig, LossConfig
-from spmdrl.config.base import MissingSetting, Section, SectionT, run_rules
-from spmdrl.config.correction import CorrectionConfig, MismatchConfig, MismatchLimits
+from spmdrl.config import rules  # noqa: F401 (rules hold once they are imported)
+from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
+from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
 from spmdrl.config.data import (
     DataConfig,
     EvalConfig,
@@ -17,8 +16,7 @@ from spmdrl.config.data import (
     ReasoningGymData,
 )
 from spmdrl.config.environment import EnvironmentConfig
-from spmdrl.config.lora import LoraConfig
-from spmdrl.config.model import ModelConfig, ParallelConfig
+from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
 from spmdrl.config.optim import CriticConfig, OptimConfig
 from spmdrl.config.read import Draft, read_config, read_draft, read_run_config, read_table
@@ -41,7 +39,6 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.config.sandbox import SandboxConfig
 from spmdrl.config.whole import Config, SftConfig
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
@@ -148,3 +148,29 @@ def with_defaults(section: Section, defaults: Mapping[str, Any]) -> dict[str, An
     """The settings named in `defaults`, each as it is set or else with its default."""
     given = {name: getattr(section, name) for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+# The table of a sandbox, which rewards and environments have.
+
+
+class SandboxConfig(Section):
+    mode: Literal["auto", "strict", "off"] = "auto"
+    """`auto`: no network, no environment variables, no files to write but in a directory of their own, no other
+    processes in reach, nothing printed; a line names what the machine cannot prevent. `strict` refuses to start there.
+    `off`: no restrictions, for functions of yours that need none. See `docs/security.md`."""
+    max_memory_gib: Gib = 8.0
+    """Address space of each process."""
+    max_processes: Count = 64
+    """Processes and threads of one reward process, itself included. Linux does not hold root to it."""
+    max_file_gib: Gib = 0.125
+    """Size of each file, and of the directory of a reward process."""
+    max_open_files: Annotated[int, Field(ge=16, le=2**20)] = 256
+    """Open files of each process."""
+
+
+@rule(SandboxConfig)
+def limits_need_a_sandbox(sandbox: SandboxConfig) -> Iterator[str]:
+    if sandbox.mode == "off":
+        for name in ("max_memory_gib", "max_processes", "max_file_gib", "max_open_files"):
+            if is_set(sandbox, name):
+                yield f'{name} has no meaning with mode = "off"; remove one of them'

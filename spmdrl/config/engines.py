@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from spmdrl.config.base import is_set
 from spmdrl.types import UserError
 from spmdrl.user_code import load
-
-if TYPE_CHECKING:
-    from spmdrl.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +30,7 @@ class EngineFacts:
 # Each name stands for a class, by its full name. Whatever a user's engine is not told here it says as its `facts`.
 ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
     "torch": (
-        "spmdrl.engine.torch_engine:TorchEngine",
+        "spmdrl.engine.torch.engine:TorchEngine",
         EngineFacts(runs_disaggregated=True, takes_adapters=True, exact_kernels={"cpu": {None: "invariant"}}),
     ),
     "sglang": (
@@ -87,18 +82,3 @@ def engine_name_problems(name: str) -> Iterator[str]:
             f'rollout.engine = "{name}" is not known; set it to {known}, or to a class of yours: "file.py:Class" or '
             '"package.module:Class"'
         )
-
-
-def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
-    """Yield a sentence for each setting that means nothing to the engine with these facts."""
-    engine = f'rollout.engine = "{cfg.rollout.engine}"'
-    for setting in ENGINE_SETTINGS:
-        section, _, name = setting.partition(".")
-        if setting not in facts.settings and is_set(getattr(cfg, section), name):
-            yield f"{setting} has no meaning for {engine}; remove it"
-    if "cuda_graph" in cfg.offload.engine and not facts.has_graphs:
-        yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'
-    if cfg.sends_adapters and not facts.takes_adapters:
-        yield f"[lora]: {engine} takes no adapters; set lora.merge = true, and it gets merged weights"
-    if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
-        yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

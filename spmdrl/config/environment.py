@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Seconds, Section, rule
-from spmdrl.config.sandbox import SandboxConfig
+from spmdrl.config.base import Count, SandboxConfig, Seconds, Section, rule
 
 MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error"]
 

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Generic
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from spmdrl.config.base import Section, SectionT, fields_only, problems
-from spmdrl.config.mistakes import Mistake, field_mistakes
-from spmdrl.config.names import is_whole, sections_in, setting_at
-from spmdrl.config.places import Place, Places, key_lines
+from spmdrl.config.errors import Mistake, Place, Places, field_mistakes, is_whole, key_lines, sections_in, setting_at
 from spmdrl.config.strict import read_bytes, shown, utf8_problem
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import UserError

@@ -7,8 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Seconds, Section, Weight, Whole, is_set, rule
-from spmdrl.config.sandbox import SandboxConfig
+from spmdrl.config.base import (
+    Count,
+    NonNegative,
+    Positive,
+    SandboxConfig,
+    Seconds,
+    Section,
+    Weight,
+    Whole,
+    is_set,
+    rule,
+)
 
 
 class ExactReward(Section):

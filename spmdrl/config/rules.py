@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
-from spmdrl.config.engines import ENGINES, engine_facts, engine_name_problems, engine_setting_problems
-from spmdrl.config.names import all_keys, did_you_mean, sections_at
+from spmdrl.config.data import ReasoningGymData
+from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_facts, engine_name_problems
+from spmdrl.config.environment import ReasoningGymEnvironment
+from spmdrl.config.errors import all_keys, did_you_mean, sections_at
+from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.config.whole import Config, SftConfig
 
 
@@ -297,3 +300,137 @@ def resume_names_settings(cfg: Config | SftConfig) -> Iterator[str]:
 def memory_report_needs_an_engine(cfg: SftConfig) -> Iterator[str]:
     if cfg.report.memory:
         yield "report.memory = true has nothing to show: fine-tuning has no engine to make room for; remove it"
+
+
+# Rules between `[environment]` and other tables.
+
+
+@rule(Config)
+def environment_reward_needs_an_environment(cfg: Config) -> Iterator[str]:
+    if cfg.environment is None and any(isinstance(term, EnvironmentReward) for term in cfg.reward.terms):
+        yield 'reward.terms has the kind "environment", but there is no [environment] to give rewards; remove the term'
+
+
+@rule(Config)
+def turns_need_messages(cfg: Config) -> Iterator[str]:
+    if cfg.environment is not None and cfg.data.chat_template == "rendered":
+        yield (
+            'data.chat_template = "rendered" fixes what stands around a prompt, but an [environment] shows its tools '
+            'there and goes on after it; set it to "auto", and give the messages of the prompts'
+        )
+
+
+@rule(Config)
+def turns_fit_into_the_response(cfg: Config) -> Iterator[str]:
+    environment, limit = cfg.environment, cfg.rollout.max_response_tokens
+    if environment is None or environment.max_turn_tokens is None:
+        return
+    longest = environment.max_turns * environment.max_turn_tokens
+    if longest > limit:
+        yield (
+            f"environment.max_turns x max_turn_tokens = {environment.max_turns} x {environment.max_turn_tokens} = "
+            f"{longest} tokens do not fit into rollout.max_response_tokens = {limit}, which counts everything after "
+            "the prompt, the environment's messages too; raise it or lower one of them"
+        )
+
+
+@rule(Config)
+def parsers_belong_to_sglang(cfg: Config) -> Iterator[str]:
+    if cfg.environment is not None and cfg.environment.tool_parser != "hermes" and cfg.rollout.engine != "sglang":
+        yield (
+            f'environment.tool_parser = "{cfg.environment.tool_parser}" is one of SGLang\'s, but rollout.engine = '
+            f'"{cfg.rollout.engine}"; set it to "hermes", or engine = "sglang"'
+        )
+
+
+@rule(Config)
+def attempts_need_items(cfg: Config) -> Iterator[str]:
+    if cfg.environment is None or not isinstance(cfg.environment.source, ReasoningGymEnvironment):
+        return
+    sources = [*cfg.data.sources, *(cfg.eval.sources if cfg.eval else ())]
+    if any(not isinstance(source, ReasoningGymData) for source in sources):
+        yield (
+            'environment.source.kind = "reasoning_gym" needs items of reasoning-gym, but a source of data or eval has '
+            "another kind; use one kind for all"
+        )
+
+
+@rule(Config)
+def turns_need_an_environment(cfg: Config) -> Iterator[str]:
+    if cfg.environment is not None:
+        return
+    if cfg.advantage.formula.per_turn:
+        yield (
+            f'advantage.estimator = "{cfg.advantage.estimator}" compares the turns of episodes, but without '
+            '[environment] a rollout is one response; add [environment], or set estimator = "grpo"'
+        )
+    if cfg.loss.environment_coef > 0:
+        yield (
+            f"loss.environment_coef = {cfg.loss.environment_coef:g} weighs what an environment says, but there is "
+            "none; add [environment] or remove it"
+        )
+
+
+# Rules between adapters and other tables.
+
+
+_WHOLE_ON_EACH_RANK = "keeps the base whole on every rank, on its device"
+
+
+@rule(Config, SftConfig)
+def merged_belongs_to_adapters(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is None and not cfg.export.merged:
+        yield "export.merged = false leaves nothing to export without [lora]; set export.at_end = false instead"
+
+
+@rule(Config, SftConfig)
+def adapters_freeze_the_whole_model(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is not None and cfg.model.freeze is not None:
+        yield "model.freeze has no meaning with [lora], under which only adapters are trained; remove one of them"
+
+
+@rule(Config, SftConfig)
+def adapters_learn_at_one_rate(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is not None and cfg.optim.rates:
+        yield "optim.rates has no meaning with [lora], under which only adapters are trained; remove one of them"
+
+
+@rule(Config, SftConfig)
+def a_quantized_base_is_not_divided(cfg: Config | SftConfig) -> Iterator[str]:
+    if cfg.lora is None or cfg.lora.base is None:
+        return
+    for name in ("tp", "ep"):
+        if (size := getattr(cfg.parallel, name)) > 1:
+            yield (
+                f'lora.base = "{cfg.lora.base}" {_WHOLE_ON_EACH_RANK}, and parallel.{name} = {size} would divide it; '
+                f"set parallel.{name} = 1, or remove lora.base"
+            )
+    if cfg.model.cpu_offload:
+        yield (
+            f'lora.base = "{cfg.lora.base}" {_WHOLE_ON_EACH_RANK}, and model.cpu_offload = true would keep it on the '
+            "host; set one of them only"
+        )
+
+
+@rule(Config)
+def a_quantized_base_does_not_sleep(cfg: Config) -> Iterator[str]:
+    if cfg.lora is not None and cfg.lora.base is not None and cfg.offload.trainer == "all":
+        yield (
+            f'lora.base = "{cfg.lora.base}" {_WHOLE_ON_EACH_RANK}, and offload.trainer = "all" would move it to the '
+            'host; set offload.trainer = "optimizer" or "none"'
+        )
+
+
+def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
+    """Yield a sentence for each setting that means nothing to the engine with these facts."""
+    engine = f'rollout.engine = "{cfg.rollout.engine}"'
+    for setting in ENGINE_SETTINGS:
+        section, _, name = setting.partition(".")
+        if setting not in facts.settings and is_set(getattr(cfg, section), name):
+            yield f"{setting} has no meaning for {engine}; remove it"
+    if "cuda_graph" in cfg.offload.engine and not facts.has_graphs:
+        yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'
+    if cfg.sends_adapters and not facts.takes_adapters:
+        yield f"[lora]: {engine} takes no adapters; set lora.merge = true, and it gets merged weights"
+    if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
+        yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from spmdrl.config.algorithm import AdvantageConfig, LossConfig
+from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.config.base import Section
-from spmdrl.config.correction import CorrectionConfig, MismatchConfig
 from spmdrl.config.data import DataConfig, EvalConfig, HeldOutPairsConfig, PackConfig, PairsConfig
 from spmdrl.config.environment import EnvironmentConfig
-from spmdrl.config.lora import LoraConfig
-from spmdrl.config.model import ModelConfig, ParallelConfig
+from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
 from spmdrl.config.rewards import RewardConfig
 from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig

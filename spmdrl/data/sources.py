@@ -20,8 +20,8 @@ from spmdrl.config import FileData, ReasoningGymData
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
 from spmdrl.data.parts import PartReader
-from spmdrl.data.plain_text import texts_in
 from spmdrl.data.rows import open_rows
+from spmdrl.data.tokenizer import texts_in
 from spmdrl.types import UserError
 
 Written = str | list[dict[str, Any]]  # a prompt: a string, the parts of a text with images, or chat messages

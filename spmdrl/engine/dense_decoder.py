@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from spmdrl.engine.adapters import AdapterBank
-from spmdrl.engine.kv_cache import NewestTokens, RestOfRows
+from spmdrl.engine.torch.adapters import AdapterBank
+from spmdrl.engine.torch.cache import NewestTokens, RestOfRows
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.compiled import serves

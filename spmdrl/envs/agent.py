@@ -16,13 +16,11 @@ from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.agent_run import Agent, AgentRun, Log
 from spmdrl.envs.endpoint import HOST, Endpoint
-from spmdrl.envs.metric_names import MetricNames
-from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.envs.protocol import Answer, EnvironmentFailure, MetricNames
 from spmdrl.envs.verifiers_process import LOAD_S, VerifiersProcess
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.loading import all_loaded
-from spmdrl.workers.process import process_variables
+from spmdrl.workers.process import all_loaded, process_variables
 
 _END_S = 5.0  # for what still waits when all is closed
 

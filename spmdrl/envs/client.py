@@ -10,14 +10,12 @@ from types import TracebackType
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.held import Held
-from spmdrl.envs.keeper import Keeper
-from spmdrl.envs.metric_names import MetricNames
-from spmdrl.envs.protocol import Answer
+from spmdrl.envs.protocol import Answer, MetricNames
+from spmdrl.envs.session import Held
+from spmdrl.envs.supervisor import Keeper
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.loading import all_loaded
-from spmdrl.workers.process import START_LIMIT_S, process_variables, sandbox_hint
+from spmdrl.workers.process import START_LIMIT_S, all_loaded, process_variables, sandbox_hint
 
 
 class EnvironmentClient:

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
-from spmdrl.envs.chat_form import ChatForm
 from spmdrl.envs.limits import Bytes, Connections, NoRoom, max_connections
-from spmdrl.envs.responses_form import ResponsesForm
+from spmdrl.envs.openai_forms import ChatForm, ResponsesForm
 from spmdrl.faults.text import lines, say
 from spmdrl.types import UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
-from spmdrl.envs.calls import run
+from spmdrl.envs.protocol import run
 
 
 def load(name: str, params: dict[str, Any]) -> GymnasiumMaker:

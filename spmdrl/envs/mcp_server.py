@@ -12,8 +12,7 @@ from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 
 from spmdrl.data.image_forms import Content
-from spmdrl.envs.schema import tool_schema
-from spmdrl.envs.toolbox import Tool, ToolError, ToolGone
+from spmdrl.envs.toolbox import Tool, ToolError, ToolGone, tool_schema
 
 _START_S = 60.0  # for a server to answer for the first time
 

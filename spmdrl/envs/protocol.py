@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import inspect
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.faults.text import lines, one_line
 from spmdrl.workers.sandbox import Sandbox
+
+# The names under which environments report metrics: as many as a run can show, however many there are.
+
+
+MAX_NAMES = 200  # of a rank, over the whole launch
+DROPPED = "dropped_metrics"
+
+
+class MetricNames:
+    """Keeps the first `MAX_NAMES` names that a rank's environments use.
+
+    Every name is a curve of the run, with its place in each row of metrics.jsonl. A name with a random part, such as an
+    episode's, would make them without end. It may be asked from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+
+    def kept(self, observation: Observation) -> Observation:
+        """Return an observation with the metrics that have a place, and the number of the others as a metric."""
+        with self._lock:
+            for name in observation.metrics:
+                if len(self._known) < MAX_NAMES:
+                    self._known.add(name)
+            kept = {name: value for name, value in observation.metrics.items() if name in self._known}
+        if num_dropped := len(observation.metrics) - len(kept):
+            return dataclasses.replace(observation, metrics={**kept, DROPPED: float(num_dropped)})
+        return observation
 
 
 class Environment(Protocol):
@@ -104,3 +138,32 @@ class Ping:
 
 
 Request = Reset | Step | Close
+
+
+# Calls of the user's code in an environment's process, sync or async.
+
+
+async def run(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Call a function and return its result; one that is not async runs in a thread, so that others are not held up.
+
+    Raises RuntimeError for a function that calls sys.exit, which would end all episodes of the process.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        result = await asyncio.to_thread(_call, function, arguments)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as error:
+        raise _exit_error(function, error) from error
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except SystemExit as error:  # a thread hands it to the event loop, which would end
+        raise _exit_error(function, error) from error
+
+
+def _exit_error(function: Callable[..., Any], error: SystemExit) -> RuntimeError:
+    named = getattr(function, "func", function)  # of a partial call
+    return RuntimeError(f"{getattr(named, '__name__', 'it')} called sys.exit({error.code!r})")

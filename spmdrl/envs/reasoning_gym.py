@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.calls import run
+from spmdrl.envs.protocol import run
 from spmdrl.workers.reasoning_gym import rate
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.calls import run
+from spmdrl.envs.protocol import run
 from spmdrl.envs.toolbox import Toolbox, tool_of
 
 _NO_TOOLS = ("reset", "get_reward")

@@ -11,8 +11,8 @@ from typing import Any
 from spmdrl import user_code
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.data.image_forms import Content
-from spmdrl.envs.calls import run
 from spmdrl.envs.observations import shown
+from spmdrl.envs.protocol import run
 
 _COLUMNS = ("prompt", "answer", "task", "metadata", "seed")  # what a reset may take, by keyword
 

@@ -21,7 +21,7 @@ from spmdrl.envs.observations import to_json
 from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
 from spmdrl.faults.text import of_error
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
-from spmdrl.workers.remains import clear
+from spmdrl.workers.program import clear
 from spmdrl.workers.sandbox import Walls, continue_below, enter
 
 PROGRAM = program("spmdrl.envs.worker")

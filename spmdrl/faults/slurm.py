@@ -12,8 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdrl.faults.gpus import gpus_of_driver
-from spmdrl.faults.supervise import Commands, Ending, Requests, launch, tell
+from spmdrl.faults.supervise import Commands, Ending, Requests, gpus_of_driver, launch, tell
 from spmdrl.faults.text import say
 from spmdrl.faults.verdict import EXIT_HANG, EXIT_LOST_RANK, EXIT_USER_ERROR
 

@@ -15,6 +15,8 @@ import contextlib
 import math
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +32,6 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.guard import signal_at_parents_end
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
-from spmdrl.faults.saved import newest_step
 from spmdrl.faults.text import say
 from spmdrl.faults.verdict import (
     EXIT_HANG,
@@ -42,6 +43,53 @@ from spmdrl.faults.verdict import (
     read_error,
     read_requeue,
 )
+
+# The GPUs of this machine, counted without torch, which takes seconds to import.
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that processes of this machine may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return 0 if visible.startswith("-1") or not visible else len(visible.split(","))
+    return gpus_of_driver()
+
+
+def gpus_of_driver() -> int:
+    """Return the number of GPUs that the driver shows, 0 without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    shown = subprocess.run(["nvidia-smi", "--list-gpus"], check=False, capture_output=True, text=True).stdout
+    return len(re.findall("^GPU", shown, re.MULTILINE))
+
+
+# Which steps a run has saved, by the names of its checkpoints. Needs only the standard library.
+#
+# `step-00000012` is complete: it got that name last. Any other name is of one that is not.
+
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in a checkpoint's name; None if the checkpoint is not finished, or the name is not one.
+
+    Only the name counts: a dangling link is a checkpoint that cannot be loaded, not a missing checkpoint.
+    """
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of all finished checkpoints, oldest first."""
+    steps = (step_of(path) for path in folder.glob("step-*"))
+    return sorted(step for step in steps if step is not None)
+
+
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest finished checkpoint, 0 when there is none."""
+    return max(saved_steps(folder), default=0)
+
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 POLL_S = 0.05  # between two looks at a process, and at the requests

@@ -15,8 +15,16 @@ from typing import NoReturn
 import torch
 
 from spmdrl.faults.failure import new_report, place_of
-from spmdrl.faults.heartbeat import BEATS_MISSED, Heartbeat
-from spmdrl.faults.rank_status import RankStatus, describe_hang, furthest_behind, process_state, silent, stuck
+from spmdrl.faults.rank_status import (
+    BEATS_MISSED,
+    Heartbeat,
+    RankStatus,
+    describe_hang,
+    furthest_behind,
+    process_state,
+    silent,
+    stuck,
+)
 from spmdrl.faults.stacks import (
     BEGIN,
     DONE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from spmdrl.algo.control import next_entropy_coef, next_kl_coef
+from spmdrl.algo.schedules import next_entropy_coef, next_kl_coef
 from spmdrl.config import Config
 
 ENTROPY, KL_IN_REWARD = "entropy_coef", "kl_in_reward_coef"

@@ -2,16 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.config import OptimConfig
-from spmdrl.learn.limits import Limits
-from spmdrl.learn.objective import ObjectiveFunction
+from spmdrl.algo.metrics import Metrics, scalars
+from spmdrl.config import Config, MismatchLimits, OptimConfig, SftConfig
+from spmdrl.config.plan import Plan
+from spmdrl.dist.collectives import merge_over
+from spmdrl.dist.mesh import Meshes
+from spmdrl.learn.coefficients import starting_coefficients
+from spmdrl.learn.correction import exceeded
+from spmdrl.learn.objective import DRIFT, ObjectiveFunction, PolicyObjective, ValueObjective
 from spmdrl.learn.optim import make_optimizer
-from spmdrl.model.policy import PackedModel
-from spmdrl.model.rates import patterns_of
+from spmdrl.model.load import load_critic
+from spmdrl.model.param_groups import patterns_of
+from spmdrl.model.policy import PackedModel, Policy
+from spmdrl.types import TrainingDiverged
+
+# Checks made before an optimizer step.
+#
+# Mismatch limits end the run; a KL limit skips the step's remaining updates.
+
+
+NO_LIMITS = MismatchLimits()
+MISMATCH = "mismatch/max_abs_nats"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits on the metrics of an update, merged over all ranks."""
+
+    mesh: DeviceMesh
+    stop: MismatchLimits = NO_LIMITS
+    assert_on_policy: bool = False
+    exact: bool = False  # engine and trainer must have computed the same bits
+    only_first_compares: bool = False  # only the first update of a step knows the trainer's own logprobs
+    stop_kl_nats: float | None = None
+
+    @classmethod
+    def of(cls, cfg: Config, mesh: DeviceMesh) -> Limits | None:
+        """Return the limits that are set, over the ranks that train; None when there are none."""
+        limits = cls(
+            mesh=mesh,
+            stop=cfg.mismatch.stop,
+            assert_on_policy=cfg.debug.assert_on_policy,
+            exact=cfg.true_on_policy and cfg.debug.load_rollouts is None,  # files promise nothing
+            only_first_compares=cfg.correction.old == "rollout",
+            stop_kl_nats=cfg.loss.stop_kl_nats,
+        )
+        return None if limits == cls(mesh=mesh, only_first_compares=limits.only_first_compares) else limits
+
+    def check(self, local: Metrics, *, is_first: bool, where: str) -> bool:
+        """Return True when the KL from the policy before the step exceeds `stop_kl_nats`; the same on every rank.
+
+        Every rank of the mesh calls this with its own metrics. Raises TrainingDiverged on all of them, or on none, when
+        the update must not change the weights. `is_first`: the policy has not moved in this step.
+        """
+        values = scalars(merge_over(self.mesh, local))
+        problems = self._mismatched(values) if is_first or not self.only_first_compares else []
+        if is_first and self.assert_on_policy:
+            problems += _moved(values)
+        if problems:
+            raise TrainingDiverged(f"{where}: {'; '.join(problems)}; no weights were changed")
+        return self.stop_kl_nats is not None and values.get(DRIFT, 0.0) > self.stop_kl_nats
+
+    def _mismatched(self, values: Mapping[str, float]) -> list[str]:
+        """Return a clause for each limit on the mismatch that is exceeded."""
+        problems = exceeded(values, self.stop)
+        if self.exact and (mismatch := values.get(MISMATCH, 0.0)) != 0:
+            problems.append(f"{MISMATCH} is {mismatch:.3g}, and true_on_policy = true promises 0")
+        return problems
+
+
+def _moved(values: Mapping[str, float]) -> list[str]:
+    """Return a clause when the ratios of a policy that has not moved are not 1; a step without loss tokens passes."""
+    # k1, not k3: a difference in the last bit is rounded away in k3.
+    deviation, k1 = values.get("update/ratio_max_deviation", 0.0), values.get("update/k1_old_nats", 0.0)
+    if deviation == 0 and not abs(k1) > 0:
+        return []
+    return [f"the policy has not moved in this step, but max |ratio - 1| is {deviation:.3g} and its k1 {k1:.3g} nats"]
 
 
 @dataclass(slots=True)
@@ -87,3 +159,45 @@ class Learner:
             frozen_steps=frozen_steps,
             coefficients={} if coefficients is None else coefficients,
         )
+
+
+# The learners of a run: the policy, and a critic where advantages need one.
+
+
+POLICY, CRITIC = "policy", "critic"
+
+
+def optimizers_of(cfg: Config | SftConfig) -> dict[str, OptimConfig]:
+    """The optimizer settings of each learner, by its name."""
+    if isinstance(cfg, Config) and cfg.has_critic:
+        return {POLICY: cfg.optim, CRITIC: cfg.critic_optim}
+    return {POLICY: cfg.optim}
+
+
+def start_learners(
+    policy: Policy, cfg: Config, plan: Plan, meshes: Meshes, *, dtype: torch.dtype
+) -> dict[str, Learner]:
+    """Make the learners of a run, by their names in checkpoints; loads the critic where advantages need one."""
+    optimizers, coefficients = optimizers_of(cfg), starting_coefficients(cfg)
+    learners = {
+        POLICY: Learner.start(
+            policy,
+            optimizers[POLICY],
+            PolicyObjective(cfg.loss, coefficients, cfg.correction, cfg.mismatch),
+            num_updates=plan.num_updates,
+            dtype=dtype,
+            limits=Limits.of(cfg, meshes.training),
+            frozen_steps=cfg.critic.warmup_steps,
+            coefficients=coefficients,  # the objective sees how they change
+        )
+    }
+    if CRITIC in optimizers:
+        learners[CRITIC] = Learner.start(
+            load_critic(cfg.critic_model, meshes.model),
+            optimizers[CRITIC],
+            ValueObjective(cfg.critic.clip_value),
+            num_updates=plan.num_updates,
+            dtype=dtype,
+            area="critic",
+        )
+    return learners

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spmdrl.algo.schedule import lr_fraction
+from spmdrl.algo.schedules import lr_fraction
 from spmdrl.config import OptimConfig
 from spmdrl.model.host_state import with_state_on_host
 from spmdrl.types import UserError

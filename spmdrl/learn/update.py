@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.algo.metrics import Max, Mean, Metric, Metrics, merge_all
+from spmdrl.algo.metrics import Deferred, Max, Mean, Metric, Metrics, fetched, merge_all
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.deferred import Deferred, fetched
+from spmdrl.learn.correction import effective_fraction, worst_of
 from spmdrl.learn.learner import Learner
-from spmdrl.learn.mismatch import effective_fraction, worst_of
 from spmdrl.learn.objective import Objective
 from spmdrl.learn.optim import set_learning_rates
 from spmdrl.model.policy import PackedModel

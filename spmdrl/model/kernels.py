@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
+from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_with_sinks, prepend_sink
 from spmdrl.model.compiled import serves
-from spmdrl.model.invariant_attention import causal_in_tiles
-from spmdrl.model.sglang_attention import causal_as_engine
+from spmdrl.model.exact.invariant import causal_in_tiles
+from spmdrl.model.exact.sglang_attention import causal_as_engine
 from spmdrl.model.short_attention import MAX_TOKENS, attend_short, batches_of_similar_length
-from spmdrl.model.sinks import attention_with_sinks, prepend_sink
 from spmdrl.types import UserError
 
 Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]

@@ -25,25 +25,21 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from spmdrl.config import ModelConfig, ParallelConfig
-from spmdrl.config.lora import QuantizedBase
+from spmdrl.config.model import QuantizedBase
 from spmdrl.config.strict import read_json
-from spmdrl.dist.device import default_device_type
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.dist.session import return_freed_memory
+from spmdrl.dist.session import default_device_type, return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.context import context_problems
-from spmdrl.model.frozen import freeze_problems, frozen_parameters
+from spmdrl.model.context import context_problems, is_for_ring_attention
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
+from spmdrl.model.lora.quantized import QuantizedLinear, quantize_linears
 from spmdrl.model.operators import operators_of
+from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_problems
 from spmdrl.model.policy import Critic, PackedModel, Policy
-from spmdrl.model.prefetch import prefetch_layers
-from spmdrl.model.quantized import QuantizedLinear, quantize_linears
-from spmdrl.model.rates import rate_problems
 from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_sequence
-from spmdrl.model.ring import is_for_ring_attention
-from spmdrl.model.sharding import decoder_layers, shard_policy
+from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from spmdrl.model.host_memory import HostBuffers
-from spmdrl.model.host_state import StateOnHost
+from spmdrl.model.host_state import HostBuffers, StateOnHost
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.engines import ENGINES, engine_facts
-from spmdrl.model import invariant, logprobs, sglang_operators
+from spmdrl.model import logprobs
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.compiled import compiled_in_use
+from spmdrl.model.exact import invariant, sglang_operators
 from spmdrl.model.fused import use_fused_layers
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import linear, use_fast_linears

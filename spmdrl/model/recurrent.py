@@ -1,7 +1,7 @@
 """Gated delta nets over packed sequences: their state begins anew with every sequence, or goes on from an earlier call.
 
 A layer of transformers takes [batch, tokens] and knows no boundaries inside a row. Here the layer keeps its weights,
-and its forward pass takes the lengths of the packed sequences: `causal_conv.py` and `gated_delta.py`, or the kernels in
+and its forward pass takes the lengths of the packed sequences: `recurrent.py` and `gated_delta.py`, or the kernels in
 `gated_delta_cuda.py`.
 
 Heads have nothing to do with each other. Ranks that share the tokens of sequences therefore exchange them for heads, so
@@ -10,7 +10,9 @@ that no state goes from rank to rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,9 +22,57 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.activations import ACT2FN
 
 from spmdrl.model import gated_delta, gated_delta_cuda
-from spmdrl.model.causal_conv import causal_conv
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 from spmdrl.model.layer_kinds import RECURRENT
+
+# Causal depthwise convolution of packed sequences, each of which goes on from its own inputs.
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seqlens: list[int], before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Convolve each sequence with the tokens before: return (out [T, C], [S, C, W - 1] inputs for what comes next).
+
+    x is [T, C], weight [C, W]. before [S, C, W - 1] are the inputs before each sequence; None is 0.
+    """
+    if before is not None and max(seqlens) == 1:
+        return _one_token_each(x, weight, bias, before)
+    width = weight.shape[1]
+    places = _places(tuple(seqlens), width - 1, x.device)
+    rows = x.new_zeros(len(x) + len(seqlens) * (width - 1), x.shape[1])
+    if before is not None:
+        rows = rows.index_copy(0, places.gaps, before.to(x.dtype).transpose(1, 2).flatten(0, 1))
+    rows = rows.index_copy(0, places.tokens, x)
+    # Some results are of windows that reach over a boundary; they are not read.
+    out = F.conv1d(rows.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
+    left = rows.index_select(0, places.ends).unflatten(0, (-1, width - 1)).transpose(1, 2)
+    return out.index_select(0, places.windows).to(x.dtype), left
+
+
+def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor]:
+    window = torch.cat((before.to(x.dtype), x.unsqueeze(-1)), dim=-1)  # [S, C, W]
+    out = (window.float() * weight.float()).sum(-1)  # torch's convolution sums in float32 too
+    return (out if bias is None else out + bias).to(x.dtype), window[..., 1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The places of rows where every sequence has a gap before it."""
+
+    tokens: Tensor  # [T] int64
+    windows: Tensor  # [T] int64, the first row of each token's window
+    gaps: Tensor  # [S * gap] int64
+    ends: Tensor  # [S * gap] int64, as many rows at the end of each sequence
+
+
+@functools.lru_cache(maxsize=8)  # all layers ask for the same
+@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
+def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Places:
+    lengths = torch.tensor(seqlens)
+    windows = torch.arange(sum(seqlens)) + torch.arange(len(lengths)).repeat_interleave(lengths) * gap
+    ends = (lengths + gap).cumsum(0)
+    gaps, last = ((starts.unsqueeze(1) + torch.arange(gap)).flatten() for starts in (ends - lengths - gap, ends - gap))
+    return _Places(*(places.to(device) for places in (windows + gap, windows, gaps, last)))
 
 
 class LayerStates(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -24,6 +25,29 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import PackedModel, ValueHead
 from spmdrl.model.trunk import Trunk
 from spmdrl.types import UserError
+
+# Prefetching: while one layer computes, FSDP gathers the weights of the next ones.
+
+
+def prefetch_layers(layers: Sequence[nn.Module], *, num_ahead: int) -> None:
+    """Gather the next `num_ahead` layers while one computes, in forward and in backward.
+
+    Parts of a layer that are sharded separately, such as the experts of expert parallelism, are gathered with it. A
+    layer that is no unit of FSDP is left out. FSDP prefetches one layer by default, so 1 sets nothing.
+    """
+    if num_ahead == 1:
+        return
+    units = [modules for layer in layers if (modules := _sharded_modules(layer))]
+    for place, (layer, *_) in enumerate(units):
+        following = units[place + 1 : place + 1 + num_ahead]
+        preceding = units[max(0, place - num_ahead) : place][::-1]
+        layer.set_modules_to_forward_prefetch([*chain.from_iterable(following)])
+        layer.set_modules_to_backward_prefetch([*chain.from_iterable(preceding)])
+
+
+def _sharded_modules(layer: nn.Module) -> list[FSDPModule]:
+    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
+
 
 _ONE_UNIT_BYTES = 64 * 2**20  # of the largest model that is one unit: its gradients are copied at once
 

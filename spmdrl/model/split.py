@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import transformers
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.experts import distribute_experts, split_experts
@@ -28,8 +29,36 @@ from spmdrl.model.tensor_parallel import (
     split_parameter,
     sum_weight_gradients,
 )
-from spmdrl.model.tensor_plans import model_plan
+from spmdrl.model.trunk import Trunk
 from spmdrl.types import UserError
+
+# The tensor-parallel plans that transformers has for each architecture, and those of others with the same layers.
+
+
+# Decoders without a plan in transformers, and those whose layers they have.
+_SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+
+
+def decoder_plan(config: Any) -> Mapping[str, str]:
+    """Return the style of each module of a decoder that is split, by its name in the decoder; {} without a plan.
+
+    `config` is the decoder's own, which of a model with a tower is its text config.
+    """
+    same = _SAME_LAYERS.get(config.model_type)
+    plan = getattr(config if same is None else CONFIG_MAPPING[same], "base_model_tp_plan", None)
+    return plan or {}
+
+
+def model_plan(model: PreTrainedModel) -> Mapping[str, str]:
+    """Return the style of each module of a model that is split, by its name in the model; {} without a plan."""
+    config = model.config.get_text_config()
+    if config.model_type not in _SAME_LAYERS:
+        plan: Mapping[str, str] = model.tp_plan
+        return plan
+    decoder = Trunk(model).decoder
+    (name,) = (name for name, module in model.named_modules() if module is decoder)
+    return {f"{name}.{module}": style for module, style in decoder_plan(config).items()}
+
 
 _ALIGNED_BYTES = 16
 _LINEARS = {

@@ -6,12 +6,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -19,6 +22,28 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.types import UserError
+
+# Files of tensors that all who may read other files here may read: safetensors allows it to their owner only.
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions that new files have here. Raises OSError and SafetensorError."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, None if header is None else dict(header))
+    path.chmod(mode)
+
+
+def open_to_readers(folder: Path) -> None:
+    """Give the safetensors files in a folder, which a library has written, the permissions that new files have here."""
+    probe = folder / ".permissions"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
 
 _WEIGHTS, _INDEX = ".safetensors", ".safetensors.index.json"
 _ONLY = f"model{_WEIGHTS}"  # in place of the files of an index
@@ -161,3 +186,39 @@ def weights_digest(path: str, mesh: DeviceMesh) -> str:
 def _hash(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+# Weights in a model's files that its architecture does not use, such as layers for multi-token prediction.
+#
+# They are neither trained nor sampled with, and an export keeps them as they are.
+
+
+def kept_names(model: PreTrainedModel, path: str) -> dict[str, Path]:
+    """Return the file of each weight in the directory at `path` that transformers leaves out, by its name there."""
+    patterns = [re.compile(pattern) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ()]
+    found: dict[str, Path] = {}
+    for file in sorted(Path(path).glob("*.safetensors")) if patterns else ():
+        with safe_open(file, framework="pt") as weights:
+            names: Iterable[str] = weights.keys()
+            found |= {name: file for name in names if any(pattern.search(name) for pattern in patterns)}
+    return found
+
+
+def read_kept(names: dict[str, Path]) -> dict[str, Tensor]:
+    """Read such weights, into host memory."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(names.values())):
+        with safe_open(file, framework="pt") as weights:
+            tensors |= {name: weights.get_tensor(name) for name, place in names.items() if place == file}
+    return tensors
+
+
+def kept_line(names: Iterable[str]) -> str | None:
+    """Tell the user about such weights; None where there are none."""
+    ordered = sorted(names)
+    if not ordered:
+        return None
+    return (
+        f"{len(ordered)} weights of model.path are no part of what is trained, such as {ordered[0]}: layers for "
+        "multi-token prediction and the like; exports keep them as they are"
+    )

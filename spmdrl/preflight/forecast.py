@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, SftConfig
 from spmdrl.config.plan import plan_run
-from spmdrl.dist.device import rank_device
+from spmdrl.dist.session import rank_device
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
@@ -30,9 +30,9 @@ from spmdrl.memory.device import (
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phase import PhaseMemory, Rank
 from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
-from spmdrl.model.adapted import adapter_sizes, kept_bytes
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
+from spmdrl.model.lora.policy import adapter_sizes, kept_bytes
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp, tower_names, tower_of
 
 

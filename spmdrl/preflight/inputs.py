@@ -25,13 +25,13 @@ from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_he
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
-from spmdrl.dist.device import default_device_type
-from spmdrl.engine.kinds import engine_class
+from spmdrl.dist.session import default_device_type
+from spmdrl.engine.registry import engine_class
+from spmdrl.learn.objective import policy_loss_problems
 from spmdrl.learn.optim import optimizer_problems
-from spmdrl.learn.policy_loss import policy_loss_problems
-from spmdrl.model import invariant, rotary, sglang_operators
-from spmdrl.model.adapted import adapter_problems
+from spmdrl.model import rotary
 from spmdrl.model.attention import choose_kernel
+from spmdrl.model.exact import invariant, sglang_operators
 from spmdrl.model.load import (
     compute_dtype,
     critic_shapes,
@@ -42,14 +42,14 @@ from spmdrl.model.load import (
     own_rate_problems,
     parallel_model_problems,
 )
+from spmdrl.model.lora.policy import adapter_problems
 from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
-from spmdrl.preflight.environment import TriedEnvironment, environment_problems, open_environment
-from spmdrl.preflight.flops import with_costs
+from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.vision import vision_problems
+from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
-from spmdrl.rollout.from_files import held_out_before
+from spmdrl.rollout.files import held_out_before
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs
 from spmdrl.step.advantages import advantage_problems

@@ -12,21 +12,20 @@ import tomlkit
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint import ResumePoint, foresee_resume_point
-from spmdrl.checkpoint.places import folder_of
+from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import Config, MissingSetting, SftConfig, read_draft
 from spmdrl.config.read import read_fields
 from spmdrl.config.strict import shown
 from spmdrl.data.sources import import_library
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
-from spmdrl.faults.cause import no_room
-from spmdrl.faults.failure import failure_in
+from spmdrl.faults.failure import failure_in, no_room
 from spmdrl.faults.supervise import die_with_parent
 from spmdrl.faults.text import OUTPUT, Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
+from spmdrl.preflight.checks import decoded_lines
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
-from spmdrl.preflight.vision import decoded_lines
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
 from spmdrl.types import UserError

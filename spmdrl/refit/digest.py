@@ -87,4 +87,4 @@ def _weighted(sums: Tensor) -> tuple[int, int]:
 def _sums_on_device(weights: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     from spmdrl.refit.digest_triton import sums  # triton is there wherever torch has CUDA, and only there
 
-    return sums(weights).tolist()
+    return sums(weights, row_words=ROW_WORDS, table_rows=TABLE_ROWS).tolist()

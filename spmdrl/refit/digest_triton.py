@@ -13,14 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmdrl.refit.digest import ROW_WORDS, TABLE_ROWS
-
 _ROWS_AT_ONCE = 4
 _MAX_PROGRAMS = 256  # for one part of a weight
 _WARPS = 8
 
 
-def sums(weights: Sequence[Sequence[Tensor]]) -> Tensor:
+def sums(weights: Sequence[Sequence[Tensor]], *, row_words: int, table_rows: int) -> Tensor:
     """Return the four numbers of each weight, [weights, 4] int64, given its words in parts [n] int64.
 
     All parts of a weight but the last are whole tables. Nothing waits for the device.
@@ -30,16 +28,16 @@ def sums(weights: Sequence[Sequence[Tensor]]) -> Tensor:
         table = 0
         for part in parts:
             described.append((part.data_ptr(), len(part), table, number))
-            table += len(part) // (TABLE_ROWS * ROW_WORDS)
+            table += len(part) // (table_rows * row_words)
     longest = max(num_words for _, num_words, _, _ in described)
     device = weights[0][0].device
     found = torch.zeros(len(weights), 4, dtype=torch.int64, device=device)
-    num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(longest, TABLE_ROWS * ROW_WORDS)))
+    num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(longest, table_rows * row_words)))
     _add_tables[(len(described), num_programs)](
         torch.tensor(described).to(device),
         found,
-        ROW=ROW_WORDS,
-        ROWS=TABLE_ROWS,
+        ROW=row_words,
+        ROWS=table_rows,
         AT_ONCE=_ROWS_AT_ONCE,
         num_warps=_WARPS,
     )

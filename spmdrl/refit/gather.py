@@ -14,11 +14,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.model.load import persistent_buffers
+from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import Policy
-from spmdrl.model.quantized import QuantizedLinear
 from spmdrl.model.sharding import reshard
-from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets
-from spmdrl.refit.layout import splits_of
+from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.refit.sink import Naming
 
 # Models in whose files the weights of experts are [experts, inputs, outputs]: transformers transposes them when it

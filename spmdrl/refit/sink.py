@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.model.adapters import Strength
+from spmdrl.model.lora.adapters import Strength
 from spmdrl.refit.bucket import Bucket
 
 Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, or those of its files

@@ -19,7 +19,7 @@ from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
 from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.learn.learner import Learner
-from spmdrl.model.tensor_files import write_tensors
+from spmdrl.model.weight_files import write_tensors
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
 from spmdrl.types import FILLING, MiniBatch, Place

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.report.reading import RecordedRun
-from spmdrl.report.series import Band, History, band
+import numpy as np
+
+from spmdrl.faults.text import escaped
+from spmdrl.report.console import format_number
+from spmdrl.report.pages import assembled
+from spmdrl.report.run_folder import RecordedRun
+from spmdrl.report.series import Band, History, band, charts_of
 
 # What a run is called, its seed, and how it is shown or stopped: nothing that it learns depends on them.
 NO_DIFFERENCE = ("run.name", "run.dir", "run.seed", "run.stop_before", "report.", "watchdog.", "export.", "checkpoint.")
@@ -104,3 +111,149 @@ def _end(history: History, name: str) -> float | None:
         return None
     last = known.after(history.last_step - FINAL_STEPS).values
     return float(last.mean()) if len(last) else float(known.values[-1])
+
+
+# A comparison of runs as one HTML page: curves with bands, final values, and the settings in which the runs differ.
+#
+# Its pictures are SVG in the page, drawn here: it has no program, and shows the same to everyone.
+
+
+_WIDTH, _HEIGHT = 380, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 10, 22  # margins, for the numbers beside the axes
+_NUM_COLOURS = 8  # of the style sheet
+
+
+def comparison_page(compared: Comparison) -> str:
+    """Write the page."""
+    lines = compared.lines
+    charts = list(charts_of([history for line in lines for history in line.histories]))
+    title = "Comparison of " + ", ".join(run.name for line in lines for run in line.runs)
+    markup = "\n".join(
+        [
+            f"<h1>{_text(title)}</h1>",
+            _legend(lines),
+            '<div class="charts">',
+            *(_figure(chart.title, name, [line.band(name) for line in lines]) for chart, name in charts),
+            "</div>",
+            "<h2>Final values</h2>",
+            f"<p>Means over the last {FINAL_STEPS} steps, and over runs, with the standard deviation between runs.</p>",
+            _table(
+                ["", *(line.label for line in lines)],
+                ((chart.title, [_final(line.final(name)) for line in lines]) for chart, name in charts),
+            ),
+            "<h2>Settings that differ</h2>",
+            _differences_table(compared),
+        ]
+    )
+    return assembled("compare", title=escaped(title), markup=markup)
+
+
+def _legend(lines: tuple[Line, ...]) -> str:
+    entries = [
+        f'<li class="{_colour(place)}"><span class="swatch"></span>{_text(line.label)} '
+        f"<small>{_text(_members(line))}</small></li>"
+        for place, line in enumerate(lines)
+    ]
+    return f'<ul class="legend">{"".join(entries)}</ul>' + (
+        "<p>A band is from the lowest to the highest of runs that differ by their seed alone; the line is their mean."
+        " Curves are smoothed.</p>"
+        if any(len(line.runs) > 1 for line in lines)
+        else "<p>Curves are smoothed.</p>"
+    )
+
+
+def _members(line: Line) -> str:
+    return ", ".join(f"{run.name} (seed {run.settings.get('run.seed', 'unknown')})" for run in line.runs)
+
+
+def _differences_table(compared: Comparison) -> str:
+    if not compared.differences:
+        return "<p>None.</p>"
+    rows = ((name, [_text(value) for value in values]) for name, values in compared.differences.items())
+    return _table(["", *(line.label for line in compared.lines)], rows)
+
+
+def _final(final: Final | None) -> str:
+    if final is None:
+        return "<small>not measured</small>"
+    spread = "" if final.deviation is None else f" <small>± {format_number(final.deviation)}</small>"
+    return f"{format_number(final.mean)}{spread}"
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    """A table; the cells of its rows are markup."""
+    top = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th>{_text(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, cells in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _figure(title: str, name: str, bands: list[Band]) -> str:
+    shown = "".join(_chart(bands))
+    return (
+        f"<figure><figcaption>{_text(title)}<code>{_text(name)}</code></figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)} by step">{shown}</svg></figure>'
+    )
+
+
+def _chart(bands: list[Band]) -> Iterator[str]:
+    if not any(len(one.steps) for one in bands):
+        yield f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" text-anchor="middle">no step in common</text>'
+        return
+    xs = _Axis(np.concatenate([one.steps for one in bands]))
+    ys = _Axis(np.concatenate([*(one.lows for one in bands), *(one.highs for one in bands)]), from_zero=True)
+
+    def x(step: float) -> float:
+        return round(_LEFT + xs.place(step) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(_HEIGHT - _BOTTOM - ys.place(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    for value in ys.ticks:
+        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
+        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>'
+    for value in xs.ticks:
+        yield f'<text x="{x(value)}" y="{_HEIGHT - 6}" text-anchor="middle">{value:g}</text>'
+    for place, one in enumerate(bands):
+        there = [*zip(one.steps, one.highs, strict=True)]
+        back = [*zip(one.steps, one.lows, strict=True)][::-1]
+        middle = [*zip(one.steps, one.means, strict=True)]
+        if not np.array_equal(one.lows, one.highs):
+            outline = " ".join(f"{x(step)},{y(value)}" for step, value in there + back)
+            yield f'<polygon class="band {_colour(place)}" points="{outline}"/>'
+        points = " ".join(f"{x(step)},{y(value)}" for step, value in middle)
+        yield f'<polyline class="curve {_colour(place)}" points="{points}"/>'
+        if len(middle) == 1:
+            yield f'<circle class="dot {_colour(place)}" cx="{x(middle[0][0])}" cy="{y(middle[0][1])}" r="3"/>'
+
+
+class _Axis:
+    """An axis that holds some values, with round numbers on it."""
+
+    def __init__(self, values: np.ndarray, *, from_zero: bool = False) -> None:
+        low, high = float(values.min()), float(values.max())
+        if from_zero and low >= 0:
+            low = 0.0
+        self._low, self._high = low, high if high > low else low + (abs(low) or 1.0)
+        step = _round_step((self._high - self._low) / 5)
+        first, last = math.ceil(self._low / step - 1e-9), math.floor(self._high / step + 1e-9)
+        self.ticks = [round(number * step, 12) for number in range(first, last + 1)]
+
+    def place(self, value: float) -> float:
+        """0 at the axis's beginning and 1 at its end."""
+        return (value - self._low) / (self._high - self._low)
+
+
+def _round_step(size: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is not below the size."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * (1 - 1e-9))
+
+
+def _colour(place: int) -> str:
+    return f"l{place % _NUM_COLOURS}"
+
+
+def _text(text: str) -> str:
+    return html.escape(escaped(text))

@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from spmdrl.report.charts import charts_of
 from spmdrl.report.comparison import Comparison
 from spmdrl.report.console import phase_times
 from spmdrl.report.files import Row
-from spmdrl.report.series import History, Series, smoothed
+from spmdrl.report.series import History, Series, charts_of, smoothed
 
 Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
 

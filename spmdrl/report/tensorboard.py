@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from spmdrl.faults.text import printable
-from spmdrl.report.charts import GROUPS
+from spmdrl.report.series import GROUPS
 
 # Of each group its charts; TensorBoard reads tags as regular expressions.
 LAYOUT = {

@@ -16,14 +16,14 @@ from spmdrl.faults.text import lines, of_error, one_line
 from spmdrl.rewards.item import RewardItem
 from spmdrl.rewards.worker import PROGRAM, Job, Reply, Term
 from spmdrl.types import RewardOutcome, UserError
-from spmdrl.workers.bounds import bounded
+from spmdrl.workers.channel import bounded
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.loading import all_loaded
 from spmdrl.workers.process import (
     INVALID_ANSWER,
     START_LIMIT_S,
     NoAnswer,
     WorkerProcess,
+    all_loaded,
     process_variables,
     sandbox_hint,
     unprotected_in,

@@ -12,9 +12,8 @@ from typing import Any
 
 from spmdrl.faults.text import of_error
 from spmdrl.rewards.item import RewardItem
-from spmdrl.workers.bounds import bounded
-from spmdrl.workers.channel import connect, kind_module, line, program, receive
-from spmdrl.workers.remains import clear
+from spmdrl.workers.channel import bounded, connect, kind_module, line, program, receive
+from spmdrl.workers.program import clear
 from spmdrl.workers.sandbox import Sandbox, continue_below, enter, limit_cpu
 
 PROGRAM = program("spmdrl.rewards.worker")

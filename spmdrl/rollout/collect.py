@@ -17,9 +17,8 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.group import PromptGroup
+from spmdrl.rollout.group import PromptGroup, images_from_json
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
-from spmdrl.rollout.saved import images_from_json
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Rollout, UserError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,11 +18,11 @@ from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation, joined
 from spmdrl.data.image_store import StoreFull
+from spmdrl.data.images import ImageFile
 from spmdrl.data.turns import TurnEncoder, message_of
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.envs.open import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout import observed
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (
     EpisodeEnd,
@@ -36,6 +36,37 @@ from spmdrl.types import (
     Turn,
     UserError,
 )
+
+# The images that environments have shown to the policy: made into pixels once, and again where these are gone.
+
+
+def spans_of(observation: Observation, images: ImageIntake) -> tuple[ImageSpan, ...]:
+    """Keep the pixels of an observation's images; the first placeholder of each is token 0.
+
+    Raises UserError when one cannot be read.
+    """
+    return tuple(images.span(ImageFile(file)) for file in observation.images)
+
+
+def restore(shown: Sequence[ImageSpan], observations: Iterable[Observation], images: ImageIntake) -> None:
+    """Put the images that a policy was `shown` by its environment into the node's store again, unless they are there.
+
+    `observations` are those of its episode; what follows the images that were shown has not been read. Raises UserError
+    when they are others now.
+    """
+    files = (file for observation in observations for file in observation.images)
+    for image, file in zip(shown, files, strict=False):
+        if not images.has([image]) and images.span(ImageFile(file)).digest != image.digest:
+            raise UserError(
+                f"an image of an environment, of {len(file)} bytes, is not what it was before: the model's processor, "
+                "data.min_pixels or data.max_pixels have changed since; set them back"
+            )
+
+
+def restore_rollout(rollout: Rollout, images: ImageIntake) -> None:
+    """Do that for the images of a finished episode, all of which its last trajectory has, after those of the prompt."""
+    restore(rollout.trajectories[-1].images[len(rollout.prompt.images) :], rollout.observations, images)
+
 
 Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
@@ -131,7 +162,7 @@ class Episode:
         """Put the images that the environment has shown into the node's store again, unless they are there."""
         if self.world is not None:
             shown = (self._images + self.context_images)[len(self.prompt.images) :]
-            observed.restore(shown, self._observations, self.world.images)
+            restore(shown, self._observations, self.world.images)
 
     def request(self) -> Request:
         """Request the response that comes next, or the rest of it."""
@@ -334,13 +365,13 @@ class Episode:
         """Return what the policy reads of an observation, from token `start` of the trajectory on."""
         assert self.world is not None
         token_ids = encoder.appended(observation.messages, after=after)
-        return expanded(token_ids, observed.spans_of(observation, self.world.images), self.world.images, start=start)
+        return expanded(token_ids, spans_of(observation, self.world.images), self.world.images, start=start)
 
     def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
         """Return the tokens of the conversation, with the images of the prompt and of all observations."""
         assert self.world is not None
         images = self.world.images
-        shown = [image for one in self._observations for image in observed.spans_of(one, images)]
+        shown = [image for one in self._observations for image in spans_of(one, images)]
         return expanded(encoder.rendered(messages), [*self.prompt.images, *shown], images)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.link import Link
-from spmdrl.engine.channels import HELD_OUT, ORDERS, PROBES, ROLLOUTS, Dismissed, Shutdown
-from spmdrl.faults.stop_request import StopRequest
+from spmdrl.dist.collectives import Link
+from spmdrl.engine.remote import HELD_OUT, ORDERS, PROBES, ROLLOUTS, Dismissed, Shutdown
+from spmdrl.faults.watch import StopRequest
 from spmdrl.rewards.client import Pending, Rewarded, known_reward
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler

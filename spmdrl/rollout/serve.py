@@ -18,11 +18,12 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import Max, Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.link import Link
+from spmdrl.dist.collectives import Link, gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
-from spmdrl.engine.channels import (
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.registry import start_engine
+from spmdrl.engine.remote import (
     ANNOUNCED,
     FIRST,
     HELD_OUT,
@@ -34,16 +35,14 @@ from spmdrl.engine.channels import (
     Dismissed,
     RefitOrder,
     Shutdown,
+    expected_by,
 )
-from spmdrl.engine.kinds import start_engine
-from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.remote import expected_by
 from spmdrl.engine.restart import Restarts
-from spmdrl.faults.stop_request import StopRequest
+from spmdrl.faults.watch import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import require_equal
-from spmdrl.report.resources import drop_metrics
+from spmdrl.report.report import drop_metrics
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.remote import Delivery

@@ -7,10 +7,10 @@ from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.config import Config
-from spmdrl.engine.kinds import engine_problems
 from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.registry import engine_problems
 from spmdrl.engine.restart import Restarts
-from spmdrl.rollout.from_files import RecordedSampler, recording_problems
+from spmdrl.rollout.files import RecordedSampler, recording_problems
 from spmdrl.rollout.remote import RemoteSampler
 from spmdrl.rollout.sampler import LocalSampler, Sampler
 from spmdrl.run import Launch

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.tool_calls import Parser, action_of, parse
-from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.turns import Parser, TurnEncoder, action_of, parse
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.open import Environments
 from spmdrl.rollout.episode import World

@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.algo.advantage import gae, moments, whiten
 from spmdrl.algo.formula import Estimator
 from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.losses import fit_sums
 from spmdrl.algo.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.algo.segments import on_tokens, sequence_sums
-from spmdrl.algo.value import fit_sums
 from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import failing_together, gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import KL_IN_REWARD
-from spmdrl.learn.policy_loss import example_micro_batch
+from spmdrl.learn.objective import example_micro_batch
 from spmdrl.step.batch import Batch
-from spmdrl.step.turns import on_turns, rewards_by_turn, turn_columns, turn_rows
+from spmdrl.step.rewards import on_turns, rewards_by_turn, turn_columns, turn_rows
 from spmdrl.types import FILLING, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 

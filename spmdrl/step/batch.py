@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.aggregation import token_weights
+from spmdrl.algo.losses import token_weights
 from spmdrl.algo.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.algo.packing import (
     balance,
@@ -34,7 +34,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
-from spmdrl.step.turns import turn_spans
+from spmdrl.step.rewards import turn_spans
 from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 T = TypeVar("T")

@@ -9,13 +9,79 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.config import Config
+from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen
+from spmdrl.algo.seeds import mix
+from spmdrl.algo.segments import on_tokens
+from spmdrl.config import Config, LossConfig
 from spmdrl.config.plan import looks_ahead
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
 from spmdrl.step.batch import Batch
-from spmdrl.types import MicroBatch
+from spmdrl.types import MicroBatch, MiniBatch
+
+# The tokens that `clip_cov` and `kl_cov` treat apart, chosen over whole mini-batches: see `algo/losses.py`.
+
+
+def choose_tokens(batch: Batch, cfg: LossConfig, meshes: Meshes, *, seed: int) -> Batch:
+    """Add `chosen`, where the loss has a use for it. Every rank that trains must call this.
+
+    Tokens that a correction has rejected are neither counted nor chosen. With the step's `seed` the choice is the same
+    however the step is cut into micro-batches.
+    """
+    if not cfg.choice:
+        return batch
+    chosen = [
+        _with_choice(mini_batch, cfg, meshes.data, seed=mix(seed, number)) if mini_batch else mini_batch
+        for number, mini_batch in enumerate(batch.mini_batches)
+    ]
+    return batch.with_micro_batches(micro_batch for mini_batch in chosen for micro_batch in mini_batch)
+
+
+def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, seed: int) -> MiniBatch:
+    assert cfg.formula is not None and cfg.formula.prioritise is not None
+    settings = cfg.choice
+    fraction = settings.pop("cov_fraction")
+    columns = [_counted_columns(micro_batch, seed) for micro_batch in mini_batch]
+    logprobs, advantages, seeds, positions = (torch.cat(column) for column in zip(*columns, strict=True))
+    sums = torch.stack([logprobs.sum(), advantages.sum(), logprobs.new_tensor(len(logprobs))])
+    logprob, advantage, num_tokens = sum_over(mesh, sums).tolist()
+    covariance = covariances(
+        logprobs,
+        advantages,
+        mean_logprob=logprob / max(1.0, num_tokens),
+        mean_advantage=advantage / max(1.0, num_tokens),
+    )
+    priorities = cfg.formula.prioritise(covariance, seeds, positions, **settings)
+    count = num_chosen(int(num_tokens), fraction)
+    candidates = torch.cat(gather_rows(mesh, highest(priorities, count)[:, None])).flatten()
+    chosen = chosen_tokens(priorities, float(highest(candidates, count)[-1])) if count else priorities > 0
+    masks = [_counted(micro_batch) for micro_batch in mini_batch]
+    parts = chosen.split([int(mask.sum()) for mask in masks])
+    return [
+        micro_batch.with_columns({"chosen": torch.zeros_like(mask).masked_scatter(mask, part)})
+        for micro_batch, mask, part in zip(mini_batch, masks, parts, strict=True)
+    ]
+
+
+def _counted(micro_batch: MicroBatch) -> Tensor:
+    """[T] bool: the loss tokens that no correction has rejected."""
+    return micro_batch.loss_mask & (micro_batch.loss_weights != 0)
+
+
+def _counted_columns(micro_batch: MicroBatch, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """old_logprobs, advantages (both float64), the sequence's seed and the place in it, of the tokens that count."""
+    assert micro_batch.old_logprobs is not None, "covariances are those of the policy before its update"
+    assert micro_batch.advantages is not None, "covariances are those of log-probabilities and advantages"
+    counted = _counted(micro_batch)
+    of_sequence = torch.tensor([mix(seed, index + (part << 32)) for index, part in micro_batch.places])
+    seeds = on_tokens(of_sequence, micro_batch.cu_seqlens, len(micro_batch.token_ids))
+    return (
+        micro_batch.old_logprobs.double()[counted],
+        micro_batch.advantages.double()[counted],
+        seeds[counted],
+        micro_batch.positions[counted],
+    )
 
 
 def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:

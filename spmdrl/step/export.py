@@ -21,10 +21,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
-from spmdrl.model.kept_weights import kept_names, read_kept
-from spmdrl.model.peft_files import write_adapter
+from spmdrl.model.lora.peft import write_adapter
 from spmdrl.model.policy import Policy
-from spmdrl.model.tensor_files import write_tensors
+from spmdrl.model.weight_files import kept_names, read_kept, write_tensors
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError

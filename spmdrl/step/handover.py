@@ -24,7 +24,7 @@ from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.refit.adapters import Refitting
+from spmdrl.refit.refit import Refitting
 from spmdrl.report.memory import Edge, MemoryReading, read_memory
 from spmdrl.run import Launch
 from spmdrl.types import StopRequested

@@ -12,9 +12,8 @@ from spmdrl.config import Config
 from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.dist.collectives import failing_together
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.learner import Learner
-from spmdrl.learn.learners import CRITIC, POLICY
-from spmdrl.model.adapted import Reference
+from spmdrl.learn.learner import CRITIC, POLICY, Learner
+from spmdrl.model.lora.policy import Reference
 from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
 from spmdrl.types import MicroBatch, TrainingDiverged

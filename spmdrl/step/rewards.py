@@ -3,14 +3,111 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from spmdrl.algo.metrics import Mean, Metrics, Total, Values
 from spmdrl.algo.rewards import overlong_penalty
+from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config
-from spmdrl.step.episodes import episode_metrics
-from spmdrl.types import RewardedRollout, RewardOutcome, Rollout
+from spmdrl.conversation import Observation
+from spmdrl.step.samples import episode_metrics
+from spmdrl.types import MicroBatch, RewardedRollout, RewardOutcome, Rollout, Trajectory, TurnSpan
+
+# The turns of a rollout, as training credits them.
+
+
+STATE_BITS = 52  # of a state's hash: states travel between ranks as float64 too
+
+
+def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]]:
+    """Yield the turns of each trajectory; `weight` is what the environment's rewards count in the rollout's."""
+    number, read = 0, rollout.greeting
+    for trajectory in rollout.trajectories:
+        spans = []
+        for turn, (start, end) in zip(trajectory.turns, _sampled_spans(trajectory), strict=True):
+            # A turn in which nothing was sampled has no token to reward: what it earned is the whole rollout's.
+            answer = turn.observation if end > start else None
+            reward = 0.0 if answer is None else weight * answer.reward
+            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state_of(read)))
+            number, read = number + 1, turn.observation
+        yield tuple(spans)
+
+
+def _sampled_spans(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    end = 0
+    for turn in trajectory.turns:
+        start = end + len(turn.context_ids)
+        end = start + len(turn.response.token_ids)
+        yield start, end
+
+
+def state_of(read: Observation | None) -> int:
+    """Hash what the policy read last: the state that its environment named, else the messages and their images; 0 where
+    it read nothing, which is the beginning that a prompt's rollouts share."""
+    if read is None or (read.state is None and not read.messages):
+        return 0
+    digest = hashlib.sha256(json.dumps(read.messages if read.state is None else read.state, sort_keys=True).encode())
+    for image in read.images if read.state is None else ():
+        digest.update(hashlib.sha256(image).digest())
+    return int.from_bytes(digest.digest()[:8], "little") >> (64 - STATE_BITS)
+
+
+def turn_columns(micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """[T] each, of the tokens that the policy sampled: `turn`, int64, its number in the rollout, else -1; and
+    `turn_rewards`, float64, what the environment gave for that turn, else 0."""
+    numbers = torch.full_like(micro_batch.token_ids, -1)
+    rewards = torch.zeros(len(numbers), dtype=torch.float64)
+    for _, turn, tokens in _placed(micro_batch):
+        numbers[tokens] = turn.number
+        rewards[tokens] = turn.reward
+    return {"turn": numbers, "turn_rewards": rewards}
+
+
+def rewards_by_turn(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """[T] float64 each: what the environment gave for a turn, on the last loss token of that turn and 0 elsewhere; and
+    on all tokens of a sequence what its rollout's turns have earned, up to its last one."""
+    at_ends = torch.zeros(len(micro_batch.token_ids), dtype=torch.float64)
+    for _, turn, tokens in _placed(micro_batch):
+        if turn.end > turn.start:
+            at_ends[tokens.stop - 1] = turn.reward
+    earned = torch.zeros(len(micro_batch.seqlens), dtype=torch.float64)
+    for place, (before, turns) in enumerate(zip(micro_batch.earned, micro_batch.turns, strict=True)):
+        earned[place] = before + sum(turn.reward for turn in turns)
+    return torch.where(micro_batch.loss_mask, at_ends, 0.0), on_tokens(earned, micro_batch.cu_seqlens, len(at_ends))
+
+
+def turn_rows(micro_batch: MicroBatch) -> Tensor:
+    """[N, 5] float64, a row for each turn in which something was sampled: its rollout's index, its number there, its
+    loss tokens, reward and state."""
+    rows = [
+        (index, turn.number, int(micro_batch.loss_mask[tokens].sum()), turn.reward, turn.state)
+        for index, turn, tokens in _placed(micro_batch)
+        if turn.end > turn.start
+    ]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+
+
+def on_turns(micro_batch: MicroBatch, values: Mapping[tuple[int, int], float]) -> Tensor:
+    """[T] float64: the value of each turn, by its rollout's index and its number there, on the tokens that the policy
+    sampled in it; 0 elsewhere."""
+    column = torch.zeros(len(micro_batch.token_ids), dtype=torch.float64)
+    for index, turn, tokens in _placed(micro_batch):
+        column[tokens] = values.get((index, turn.number), 0.0)
+    return column
+
+
+def _placed(micro_batch: MicroBatch) -> Iterator[tuple[int, TurnSpan, slice]]:
+    """Yield the turns of all sequences: their rollout's index, and the places of their tokens in the micro-batch."""
+    firsts = micro_batch.cu_seqlens[:-1].tolist()
+    for index, turns, first in zip(micro_batch.sequence_index, micro_batch.turns, firsts, strict=True):
+        yield from ((index, turn, slice(first + turn.start, first + turn.end)) for turn in turns)
+
 
 _MAX_REASONS = 10  # that are shown in one step
 

@@ -10,15 +10,15 @@ from typing import Any, Generic
 
 from spmdrl.algo.metrics import Metrics, histograms, merge_all, scalars, worst_tokens
 from spmdrl.checkpoint import Saver
-from spmdrl.checkpoint.places import folder_of
+from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
-from spmdrl.learn.mismatch import exceeded
+from spmdrl.learn.correction import exceeded
 from spmdrl.model.fused import has_fused_layers
-from spmdrl.model.kept_weights import kept_line, kept_names
 from spmdrl.model.policy import Policy
+from spmdrl.model.weight_files import kept_line, kept_names
 from spmdrl.report.memory import host_peak_bytes
-from spmdrl.report.resources import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
+from spmdrl.report.report import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.samples import worst_token_rows
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import Parser, say
-from spmdrl.report.comparison import compare
-from spmdrl.report.comparison_page import comparison_page
+from spmdrl.report.comparison import compare, comparison_page
 from spmdrl.report.curves import draw_comparison
-from spmdrl.report.reading import read_steps
+from spmdrl.report.run_folder import read_steps
 from spmdrl.tools.program import program, writing
 
 

@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine_run(path: Path) -> int:
     """Print what looks wrong in a run; returns the exit code."""
     # Imported here because the machine is examined where the packages that these need may be missing.
-    from spmdrl.report.checkup import checkup, damages
-    from spmdrl.report.findings import findings
-    from spmdrl.report.reading import read_run
+    from spmdrl.report.findings import checkup, damages, findings
+    from spmdrl.report.run_folder import read_run
     from spmdrl.report.series import History
     from spmdrl.tools.program import program
 

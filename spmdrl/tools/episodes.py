@@ -19,12 +19,11 @@ from spmdrl.config.base import Whole
 from spmdrl.config.strict import shown
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
-from spmdrl.replay.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
+from spmdrl.replay.recorder import TrainerLogprobs, read_trainer_logprobs
 from spmdrl.report import RunFolder
 from spmdrl.report.episodes import Episode, episodes_page
 from spmdrl.rewards.client import Rewarded
-from spmdrl.rollout.files import read_parts
-from spmdrl.rollout.from_files import as_collected
+from spmdrl.rollout.files import as_collected, read_parts
 from spmdrl.tools.program import option, program, writing
 from spmdrl.types import UserError
 

@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
-from spmdrl.dist.device import default_device_type
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.dist.session import default_device_type
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.open import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.checkpoint.places import folder_of, saved_steps
+from spmdrl.checkpoint.manifest import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
@@ -25,7 +25,7 @@ from spmdrl.config.base import Whole
 from spmdrl.config.strict import read_json, shown
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
-from spmdrl.learn.learners import POLICY
+from spmdrl.learn.learner import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run, owning

@@ -28,7 +28,7 @@ from spmdrl.model.load import parallel_model_problems, read_critic_config, read_
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
-from spmdrl.preflight.published import PUBLISHED, published_config
+from spmdrl.preflight.shapes import PUBLISHED, published_config
 from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError

@@ -30,7 +30,7 @@ from spmdrl.data.stream import question_key
 from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
-from spmdrl.faults.gpus import count_gpus
+from spmdrl.faults.supervise import count_gpus
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB

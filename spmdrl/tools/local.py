@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from spmdrl.faults.forked import Forked
-from spmdrl.faults.gpus import count_gpus
-from spmdrl.faults.supervise import Commands, Requests, Starter, dry_run, launch, tell
+from spmdrl.faults.supervise import Commands, Requests, Starter, count_gpus, dry_run, launch, tell
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR
 

@@ -24,14 +24,14 @@ from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.adapted import Reference, load_trained, random_values, reference_of
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
+from spmdrl.model.lora.policy import Reference, load_trained, random_values, reference_of
 from spmdrl.model.policy import Policy
-from spmdrl.preflight.flops import with_costs
+from spmdrl.preflight.shapes import with_costs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import Batch, build_batch
-from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import choose_tokens
 from spmdrl.step.logprobs import add_columns
 from spmdrl.types import MicroBatch, Sequence, UserError
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import Parser, one_line, say
 from spmdrl.report.curves import draw_curves
-from spmdrl.report.reading import read_steps
-from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.run_folder import RunFolder, read_steps
 from spmdrl.tools.program import program
 
 

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
-from spmdrl.checkpoint.places import folder_of
+from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import Config
 from spmdrl.config.base import Whole
 from spmdrl.config.plan import Plan, parallel_problems
@@ -31,21 +31,19 @@ from spmdrl.dist.collectives import failing_together, gather_objects
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_DIVERGED
-from spmdrl.learn.learners import POLICY, start_learners
+from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.inputs import open_training_prompts
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
-from spmdrl.rollout.files import Recording, read_parts, recorded_steps
-from spmdrl.rollout.from_files import as_collected
-from spmdrl.rollout.observed import restore_rollout
+from spmdrl.rollout.episode import restore_rollout
+from spmdrl.rollout.files import Recording, as_collected, read_parts, recorded_steps
 from spmdrl.run import Run, open_run
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
-from spmdrl.step.choice import choose_tokens
-from spmdrl.step.correction import correct
+from spmdrl.step.correction import choose_tokens, correct
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards

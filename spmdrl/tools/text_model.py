@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
-from spmdrl.model.tensor_files import open_to_readers
+from spmdrl.model.weight_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 

@@ -27,7 +27,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.faults.text import Parser, say
-from spmdrl.model.tensor_files import open_to_readers
+from spmdrl.model.weight_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 

@@ -18,8 +18,7 @@ from rich.live import Live
 
 from spmdrl.config.base import Seconds
 from spmdrl.faults.text import Parser
-from spmdrl.report.watch_page import watch_page
-from spmdrl.report.watching import Watcher
+from spmdrl.report.watching import Watcher, watch_page
 from spmdrl.tools.program import ToolConsole, option, program
 from spmdrl.types import UserError
 

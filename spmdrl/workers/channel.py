@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import socket
 import struct
 import sys
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, SupportsFloat
 
 from spmdrl.faults.guard import signal_at_parents_end
+
+# Numbers from outside: rewards and metrics that a verifier, an environment or an agent gave.
+
+
+# Sums of the squares of 10^14 such numbers are finite in float32, in which advantages and losses are computed.
+MAX_SIZE = 1e12
+
+
+def bounded(what: str, value: SupportsFloat) -> float:
+    """Return a number as a float. Raises ValueError, naming `what` it is, if it is not finite or beyond `MAX_SIZE`."""
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float holds
+        number = math.inf
+    if not abs(number) <= MAX_SIZE:
+        limit = f", which is beyond +-{MAX_SIZE:g}" if math.isfinite(number) else ""
+        raise ValueError(f"{what} is {number:g}{limit}")
+    return number
+
 
 SIZE = struct.Struct("<Q")  # comes before each pickled message to a process
 

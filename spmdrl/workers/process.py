@@ -13,15 +13,45 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from spmdrl.config import SandboxConfig
+from spmdrl.config.base import Section
 from spmdrl.faults.text import lines, one_line
+from spmdrl.faults.verdict import tell_once_a_node
 from spmdrl.types import UserError
 from spmdrl.workers.channel import SIZE
 from spmdrl.workers.folders import HeldFolder
 from spmdrl.workers.sandbox import Sandbox
+
+# The wait for processes that import the user's code: one that takes long says what is waited for.
+
+
+TELL_AFTER_S = 10.0
+_LEFT_OUT = {"params", "args", "weight"}  # of the settings, in what is said of them
+
+LoadedT = TypeVar("LoadedT")
+
+
+def all_loaded(
+    started: Sequence[Future[LoadedT]], setting: str, sections: Sequence[Section], *, limit_s: float
+) -> list[LoadedT]:
+    """Wait for processes to load what a setting's sections name; returns their answers, or raises what they raise.
+
+    A wait of more than `TELL_AFTER_S` is told once on the console. The limit is theirs, and only told here.
+    """
+    if wait(started, TELL_AFTER_S).not_done:
+        what = one_line(" and ".join(map(_written, sections)))
+        tell_once_a_node(f"waiting for {setting} to be loaded: {what}; it is given up after {limit_s:g} s")
+    return [future.result() for future in started]
+
+
+def _written(section: Section) -> str:
+    settings = section.model_dump(mode="json", exclude=_LEFT_OUT, exclude_defaults=True)
+    return ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
+
 
 INVALID_ANSWER = "the worker's answer is invalid"
 START_LIMIT_S = 300.0  # to import the user's code and its packages

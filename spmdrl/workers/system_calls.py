@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import socket
 import struct
 import sys
 from dataclasses import dataclass
+from typing import Any
 
-from spmdrl.workers.kernel import call
+# Calls of the C library that Python has no name for.
+
+
+def call(name: str, *arguments: Any) -> int:
+    """Call a function of the C library and return what it does. Raises OSError where that is negative."""
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
+
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06

@@ -13,12 +13,11 @@ from spmdrl.config import FunctionReward, RewardConfig
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.client import EnvironmentClient
-from spmdrl.envs.metric_names import DROPPED, MAX_NAMES
-from spmdrl.envs.protocol import EnvironmentFailure
+from spmdrl.envs.protocol import DROPPED, MAX_NAMES, EnvironmentFailure
 from spmdrl.faults.text import MAX_LINE_CHARACTERS
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import UserError
-from spmdrl.workers.bounds import MAX_SIZE
+from spmdrl.workers.channel import MAX_SIZE
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item
 

@@ -32,7 +32,7 @@ from spmdrl.conversation import Action
 from spmdrl.envs import limits
 from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.endpoint import HOST, MAX_BODY_BYTES, Endpoint
-from spmdrl.workers.bounds import bounded
+from spmdrl.workers.channel import bounded
 
 LINE = re.compile(
     r"the server of agents at http://127\.0\.0\.1:\d+/v1 (refused \d+ requests \(\d+ [a-z ]+(, \d+ [a-z ]+)*\)"

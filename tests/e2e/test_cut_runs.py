@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from spmdrl.checkpoint import write
-from spmdrl.checkpoint.places import newest_step, saved_steps
+from spmdrl.checkpoint.manifest import newest_step, saved_steps
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.faults.watch import Watch

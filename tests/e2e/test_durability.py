@@ -23,9 +23,8 @@ import torch
 
 from spmdrl import train
 from spmdrl.checkpoint import storage, write
-from spmdrl.checkpoint.manifest import Digest, Manifest
-from spmdrl.checkpoint.places import folder_of, newest_step, saved_steps
-from spmdrl.faults import cause
+from spmdrl.checkpoint.manifest import Digest, Manifest, folder_of, newest_step, saved_steps
+from spmdrl.faults import failure
 from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
@@ -342,7 +341,7 @@ def test_what_has_run_out_is_named(folder: Path, name: str) -> None:
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A memory cgroup of a few hundred MiB."""
-    group = cause._group_file().parent / f"spmdrl-test-{os.getpid()}"
+    group = failure._group_file().parent / f"spmdrl-test-{os.getpid()}"
     try:
         group.mkdir()
         limit = next(path for path in (group / "memory.max", group / "memory.limit_in_bytes") if path.exists())
@@ -356,9 +355,9 @@ def small_group() -> Iterator[Path]:
 def _killed_in(group: Path) -> tuple[int, list[str]]:
     """How a process of the group ends that takes more than there is, and what is said about that."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    before = cause.OomKills.now()
+    before = failure.OomKills.now()
     done = subprocess.run([sys.executable, "-c", "held = b'x' * 2**30"])
-    return done.returncode, cause.OomKills.now().since(before)
+    return done.returncode, failure.OomKills.now().since(before)
 
 
 def test_a_process_that_the_kernel_kills_for_want_of_memory_is_named(small_group: Path) -> None:

@@ -19,11 +19,10 @@ import psutil
 import pytest
 
 from spmdrl import train
-from spmdrl.checkpoint.places import folder_of, newest_step
+from spmdrl.checkpoint.manifest import folder_of, newest_step
 from spmdrl.faults.files import FaultFiles, read_json
-from spmdrl.faults.stop_request import StopRequests
 from spmdrl.faults.verdict import EXIT_LOST_RANK, EXIT_REQUEUE, read_error, read_requeue
-from spmdrl.faults.watch import Watch
+from spmdrl.faults.watch import StopRequests, Watch
 from spmdrl.report import Report
 from spmdrl.sft import main as sft
 from spmdrl.train import main

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl.checkpoint.places import saved_steps
+from spmdrl.checkpoint.manifest import saved_steps
 from spmdrl.faults.lock import owned
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.helpers.small_run import (

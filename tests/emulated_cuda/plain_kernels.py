@@ -33,7 +33,7 @@ def _digest(module: ModuleType) -> None:
 
     from spmdrl.refit import digest
 
-    def sums(weights: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def sums(weights: Sequence[Sequence[torch.Tensor]], **_table: int) -> torch.Tensor:
         return torch.tensor([digest._sums_on_host([part.cpu() for part in parts]) for parts in weights])
 
     vars(module).update(sums=sums)

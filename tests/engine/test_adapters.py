@@ -13,9 +13,8 @@ import torch
 
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.sglang import adapters as sglang_adapters
-from spmdrl.model.quantized import QuantizedLinear
-from spmdrl.refit.adapters import AdapterRefit
-from spmdrl.refit.refit import RefitMismatch
+from spmdrl.model.lora.quantized import QuantizedLinear
+from spmdrl.refit.refit import AdapterRefit, RefitMismatch
 from spmdrl.types import Request, Response
 from tests.helpers.adapters import change_adapters
 from tests.helpers.engine_ranks import run_engine_ranks

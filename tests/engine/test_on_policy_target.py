@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spmdrl.engine.sglang import options as sglang_options
-from spmdrl.model import sglang_operators
+from spmdrl.model.exact import sglang_operators
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Sequence
 from tests.helpers import kernels_on_cpu, sglang_engine

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spmdrl.config import Config, read_config
-from spmdrl.engine.kinds import engine_problems
+from spmdrl.engine.registry import engine_problems
 from spmdrl.engine.sglang import orphans
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.model.load import load_model_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spmdrl.conversation import Action, ToolCall
-from spmdrl.data.tool_calls import parse
+from spmdrl.data.turns import parse
 from spmdrl.engine.sglang.tool_calls import parser_named, parser_problems
 
 TOOLS: list[dict[str, Any]] = [

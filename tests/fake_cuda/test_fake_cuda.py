@@ -91,7 +91,7 @@ def test_a_sender_leaves_a_group_whose_other_processes_are_gone_without_waiting_
     program = """
         import torch
         import torch.distributed as dist
-        from spmdrl.engine.sglang.receive import SendingEngine
+        from spmdrl.engine.sglang.engine import SendingEngine
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
         engine = SendingEngine.__new__(SendingEngine)
         engine._group = dist.new_group([0])

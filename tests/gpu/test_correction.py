@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.metrics import Metrics
+from spmdrl.algo.metrics import Metrics, fetched
 from spmdrl.config import CorrectionConfig, LossConfig
-from spmdrl.learn.deferred import fetched
-from spmdrl.learn.mismatch import effective_fraction, worst_of
+from spmdrl.learn.correction import effective_fraction, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch

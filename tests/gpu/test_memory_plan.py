@@ -24,7 +24,7 @@ from spmdrl.model.offload import TrainerMemory
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.report import Report
-from spmdrl.report.resources import resource_metrics
+from spmdrl.report.report import resource_metrics
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, minimal_config, model_config, plan_for

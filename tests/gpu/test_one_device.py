@@ -13,8 +13,8 @@ from spmdrl.algo.seeds import uniform
 from spmdrl.config import OptimConfig, RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.sampling import _cumulative
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.engine.torch.sampling import _cumulative
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective, ValueObjective
 from spmdrl.learn.update import update

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.model import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.adapters import matrix_names
-from spmdrl.model.expert_adapters import ExpertsTarget
+from spmdrl.model.lora.adapters import matrix_names
+from spmdrl.model.lora.layers import ExpertsTarget
+from spmdrl.model.lora.targets import targets_of
 from spmdrl.model.policy import Policy
-from spmdrl.model.targets import targets_of
 from spmdrl.refit.bucket import bucket_of
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.types import Sequence as Tokens

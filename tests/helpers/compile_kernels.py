@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 from spmdrl.model import fused_triton as fused
 from spmdrl.model import logits_tile_triton as tile
 from spmdrl.refit import digest_triton as digest
+from spmdrl.refit.digest import ROW_WORDS, TABLE_ROWS
 
 # By argument, the same in every kernel; one that is not here is a 32-bit integer, or a constant.
 POINTERS = {
@@ -50,7 +51,7 @@ def of_layers() -> Iterator[Variant]:
 
 def of_digests() -> Iterator[Variant]:
     """Yield the kernel of digests, with the arguments that a refit gives it."""
-    constants = {"ROW": digest.ROW_WORDS, "ROWS": digest.TABLE_ROWS, "AT_ONCE": digest._ROWS_AT_ONCE}
+    constants = {"ROW": ROW_WORDS, "ROWS": TABLE_ROWS, "AT_ONCE": digest._ROWS_AT_ONCE}
     yield "digest", digest._add_tables, constants, digest._WARPS
 
 

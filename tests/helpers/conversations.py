@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from spmdrl.engine.running import Running
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.engine.torch.requests import Running
 from spmdrl.types import Request, Response
 
 

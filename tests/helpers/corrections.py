@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.aggregation import token_weights
+from spmdrl.algo.losses import token_weights
 from spmdrl.config import CorrectionConfig
 from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
 from spmdrl.types import MicroBatch

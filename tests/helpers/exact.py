@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.model import invariant
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.model.exact import invariant
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.model import invariant, sglang_attention, sglang_kernels
 from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.exact import invariant, sglang_attention, sglang_kernels
+from spmdrl.model.exact.custom_backward import linear_by
 from spmdrl.model.kernels import SequenceLayout, causal_attention
-from spmdrl.model.two_passes import linear_by
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
-    """Let `spmdrl.model.sglang_kernels` work without a GPU, for as long as the patch lasts."""
+    """Let `spmdrl.model.exact.sglang_kernels` work without a GPU, for as long as the patch lasts."""
     for function in (product, mean, log_softmax, rotate, attend_paged, attend_at_once, attend_one_by_one):
         patch.setattr(sglang_kernels, function.__name__, function)
     # Gradients go through a kernel that needs a GPU as well.

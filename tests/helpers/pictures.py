@@ -10,12 +10,10 @@ from rich.text import Text
 
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
-from spmdrl.report.checkup import checkup
-from spmdrl.report.findings import findings
-from spmdrl.report.reading import RecordedRun, read_run
+from spmdrl.report.findings import checkup, findings
+from spmdrl.report.run_folder import RecordedRun, read_run
 from spmdrl.report.series import History
-from spmdrl.report.watch_page import watch_page
-from spmdrl.report.watching import Watcher
+from spmdrl.report.watching import Watcher, watch_page
 from tests.helpers.recorded import SEEDS, as_if_running, beat
 
 COLUMNS = 120

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.loss import PolicyLoss
-from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss
 from spmdrl.config import LossConfig
-from spmdrl.learn.policy_loss import policy_loss_function
+from spmdrl.learn.objective import policy_loss_function
 from spmdrl.types import MicroBatch
 
 LENGTHS = [1, 6, 3, 20, 1, 9, 2]

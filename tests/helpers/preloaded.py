@@ -9,7 +9,7 @@ import PIL.Image
 import pytest  # noqa: F401
 import reasoning_gym  # noqa: F401
 
-import spmdrl.engine.torch_engine
+import spmdrl.engine.torch.engine
 import spmdrl.report.curves
 import spmdrl.report.tensorboard
 import spmdrl.sft

@@ -9,7 +9,7 @@ import tests.helpers.preloaded  # noqa: F401
 from spmdrl.engine.sglang.process import import_sglang
 
 import_sglang()
-import_module("spmdrl.engine.sglang.receive")
+import_module("spmdrl.engine.sglang.engine")
 import_module("spmdrl.engine.sglang.scheduler")  # which needs what `import_sglang` has set up
 
 gc.collect()

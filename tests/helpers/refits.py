@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from tests.helpers.configs import model_config

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from spmdrl.conversation import Action, Observation, ToolCall
-from spmdrl.replay.trainer_logprobs import write_trainer_logprobs
+from spmdrl.replay.recorder import write_trainer_logprobs
 from spmdrl.report import RunFolder
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import Recording, folder_of, write_part

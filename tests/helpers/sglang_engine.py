@@ -22,12 +22,12 @@ from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.engine.kinds import start_engine
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.model.adapted import load_trained
+from spmdrl.engine.registry import start_engine
+from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
-from spmdrl.refit.adapters import Refitting, make_refit
+from spmdrl.refit.refit import Refitting, make_refit
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spmdrl.checkpoint.places import newest_step
+from spmdrl.checkpoint.manifest import newest_step
 from spmdrl.faults.files import FaultFiles
 from tests.helpers.slurm_cluster import Cluster, Job
 

@@ -16,10 +16,9 @@ from spmdrl.config import Config, LoraConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
-from spmdrl.model.adapted import load_trained
-from spmdrl.refit.adapters import AdapterRefit, make_refit
-from spmdrl.refit.refit import Refit, RefitMismatch
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.model.lora.policy import load_trained
+from spmdrl.refit.refit import AdapterRefit, Refit, RefitMismatch, make_refit
 from spmdrl.types import Request, Response
 from tests.helpers.adapters import change_adapters
 from tests.helpers.configs import minimal_config, model_config

@@ -26,10 +26,10 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model import starts
-from spmdrl.model.adapted import adapter_problems, load_trained, random_values, reference_of
 from spmdrl.model.load import load_model_config, load_reference
-from spmdrl.model.peft_files import write_adapter
+from spmdrl.model.lora import init
+from spmdrl.model.lora.peft import write_adapter
+from spmdrl.model.lora.policy import adapter_problems, load_trained, random_values, reference_of
 from spmdrl.sft import main as fine_tune
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
@@ -213,8 +213,8 @@ def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tun
 
 def _fine_tuned_with_other_signs(config: Path, *launches: list[str]) -> list[tuple[int, str]]:
     """Fine-tune where another library finds the singular vectors: all of them negated."""
-    real = starts._FACTORS["pissa"]
-    starts._FACTORS["pissa"] = lambda *about: tuple(-x for x in real(*about))
+    real = init._FACTORS["pissa"]
+    init._FACTORS["pissa"] = lambda *about: tuple(-x for x in real(*about))
     return _fine_tuned(config, *launches)
 
 

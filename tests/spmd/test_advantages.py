@@ -14,23 +14,22 @@ from torch import Tensor
 
 from spmdrl import checkpoint
 from spmdrl.algo.advantage import returns
+from spmdrl.algo.losses import POLICY_LOSSES
 from spmdrl.algo.metrics import scalars
-from spmdrl.algo.policy_losses import POLICY_LOSSES
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, OptimConfig, ParallelConfig
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learner import Learner
-from spmdrl.learn.limits import Limits
+from spmdrl.learn.learner import Learner, Limits
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import add_advantages, advantage_problems
 from spmdrl.step.batch import Batch, build_batch, to_sequences
-from spmdrl.step.choice import choose_tokens
+from spmdrl.step.correction import choose_tokens
 from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import MicroBatch, Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Sequence, Span
 from tests.helpers import oracle

@@ -11,11 +11,10 @@ from spmdrl.algo.metrics import scalars
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.update import update
-from spmdrl.report.resources import with_speed
+from spmdrl.report.report import with_speed
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch
-from spmdrl.step.choice import choose_tokens
-from spmdrl.step.correction import correct
+from spmdrl.step.correction import choose_tokens, correct
 from spmdrl.step.logprobs import add_logprobs
 from tests.helpers.configs import plan_for
 from tests.helpers.groups import groups_config

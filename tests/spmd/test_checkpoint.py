@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl import checkpoint
-from spmdrl.checkpoint.manifest import MANIFEST, Manifest, compare, problems_of
-from spmdrl.checkpoint.places import folder_of, saved_steps
+from spmdrl.checkpoint.manifest import MANIFEST, Manifest, compare, folder_of, problems_of, saved_steps
 from spmdrl.config import CheckpointConfig, Config
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes, build_meshes

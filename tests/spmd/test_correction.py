@@ -13,8 +13,7 @@ from spmdrl.config import LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learner import Learner
-from spmdrl.learn.limits import Limits
+from spmdrl.learn.learner import Learner, Limits
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy

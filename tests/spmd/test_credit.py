@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.aggregation import AGGREGATIONS
+from spmdrl.algo.losses import AGGREGATIONS
 from spmdrl.algo.metrics import scalars
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.config import Config, OptimConfig

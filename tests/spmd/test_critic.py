@@ -15,7 +15,7 @@ from spmdrl.config import Config, ParallelConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learners import start_learners
+from spmdrl.learn.learner import start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import TrainerMemory

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import RefitConfig
-from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.link import Link
+from spmdrl.dist.collectives import Link, gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.receive import ListeningTorchEngine
 from spmdrl.engine.remote import RemoteEngine
+from spmdrl.engine.torch.engine import ListeningTorchEngine
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch

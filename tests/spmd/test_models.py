@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import load_policy, persistent_buffers
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after

@@ -19,7 +19,7 @@ from spmdrl import checkpoint
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.learn.learner import Learner
 from spmdrl.model.offload import Moves, TrainerMemory
 from spmdrl.refit.gather import Gatherer

@@ -14,13 +14,13 @@ from spmdrl.config import LoraConfig, OptimConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.adapted import load_trained, reference_of
-from spmdrl.model.quantized import QuantizedLinear, bytes_of
-from spmdrl.refit.adapters import make_refit
+from spmdrl.model.lora.policy import load_trained, reference_of
+from spmdrl.model.lora.quantized import QuantizedLinear, bytes_of
+from spmdrl.refit.refit import make_refit
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_hf
 from spmdrl.types import Request

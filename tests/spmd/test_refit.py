@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit, RefitMismatch, load_whole
 from spmdrl.types import Request

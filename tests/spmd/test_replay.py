@@ -14,10 +14,8 @@ from safetensors.torch import load_file
 
 from spmdrl import train
 from spmdrl.replay.fingerprints import StepFingerprint, difference
-from spmdrl.replay.recorder import read_fingerprints
-from spmdrl.replay.trainer_logprobs import read_trainer_logprobs
-from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
-from spmdrl.rollout.from_files import as_collected
+from spmdrl.replay.recorder import read_fingerprints, read_trainer_logprobs
+from spmdrl.rollout.files import as_collected, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.tools import episodes, replay
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import without_curves, write_small_run

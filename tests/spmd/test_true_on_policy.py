@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import sample_tokens
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch import engine
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.engine.torch.sampling import sample_tokens
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR, read_error
 from spmdrl.model.attention import IMPLEMENTATION
-from spmdrl.model.invariant import SWITCHES
+from spmdrl.model.exact.invariant import SWITCHES
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.model.operators import operators_of
@@ -206,7 +206,7 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
 
 
 def _with_another_decode(argv: list[str]) -> int:
-    with mock.patch.object(torch_engine, "_decoding_of", lambda _: (torch_engine.attend_to_cache, sample_tokens)):
+    with mock.patch.object(engine, "_decoding_of", lambda _: (engine.attend_to_cache, sample_tokens)):
         return main(argv)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.model.adapters import PREFIX
-from spmdrl.model.peft_files import CONFIG, read_adapter, write_adapter
+from spmdrl.model.lora.adapters import PREFIX
+from spmdrl.model.lora.peft import CONFIG, read_adapter, write_adapter
 from spmdrl.types import UserError
 
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}

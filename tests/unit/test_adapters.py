@@ -16,11 +16,11 @@ from spmdrl.checkpoint.manifest import STATE
 from spmdrl.checkpoint.restore import refuse_other_adapters
 from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
-from spmdrl.model import quantized
-from spmdrl.model.adapted import adapter_sizes
-from spmdrl.model.adapters import Identity, Strength
 from spmdrl.model.load import model_without_memory
-from spmdrl.model.targets import ALL_LINEAR, short_names, target_problems, targets_of
+from spmdrl.model.lora import quantized
+from spmdrl.model.lora.adapters import Identity, Strength
+from spmdrl.model.lora.policy import adapter_sizes
+from spmdrl.model.lora.targets import ALL_LINEAR, short_names, target_problems, targets_of
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config, model_config

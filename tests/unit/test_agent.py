@@ -21,11 +21,9 @@ import pytest
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, Observation, ToolCall
 from spmdrl.envs.agent import AgentClient
-from spmdrl.envs.agent_calls import Call, CallError
-from spmdrl.envs.branches import Branches, Place
-from spmdrl.envs.chat_form import ChatForm
+from spmdrl.envs.agent_calls import Branches, Call, CallError, Place
+from spmdrl.envs.openai_forms import ChatForm, ResponsesForm
 from spmdrl.envs.protocol import EnvironmentFailure
-from spmdrl.envs.responses_form import ResponsesForm
 from spmdrl.types import UserError
 from tests.helpers.agents import START, agent_config, agents, script
 

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.data.tool_calls import action_of, parse
-from spmdrl.data.turns import TurnEncoder
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.data.turns import TurnEncoder, action_of, parse
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.open import open_environments
 from spmdrl.envs.protocol import Answer
 from spmdrl.refit.refit import load_whole

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from spmdrl.algo.aggregation import token_weights
+from spmdrl.algo.losses import token_weights
 from tests.helpers import oracle
 
 AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.loss import PolicyLoss, mismatch, sft_loss, weighted_sum
-from spmdrl.algo.policy_losses import ppo
+from spmdrl.algo.losses import PolicyLoss, mismatch, ppo, sft_loss, weighted_sum
 from tests.helpers import oracle
 
 CLIPS = [

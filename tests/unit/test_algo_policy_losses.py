@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.algo.covariance import chosen_tokens, covariances, highest, num_chosen, random_priorities
-from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.losses import POLICY_LOSSES, chosen_tokens, covariances, highest, num_chosen, random_priorities
 from spmdrl.algo.segments import sequence_means
 from spmdrl.config import LossConfig
-from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.policy_loss import COLUMNS, policy_loss_function, policy_loss_problems
+from spmdrl.learn.objective import COLUMNS, PolicyObjective, policy_loss_function, policy_loss_problems
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
 from tests.helpers import oracle

@@ -7,9 +7,8 @@ from typing import get_args
 
 from docs.gen.algorithms_reference import reference
 from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.kl import KL_ESTIMATORS
-from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES
 from spmdrl.config import AdvantageConfig, LossConfig, RewardConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from spmdrl.algo.schedule import lr_fraction
+from spmdrl.algo.schedules import lr_fraction
 from tests.helpers import oracle
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]

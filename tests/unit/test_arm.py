@@ -11,7 +11,7 @@ import torch
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import SeenKeys
 from spmdrl.model.short_attention import attend_short
-from spmdrl.workers import landlock, sandbox, system_calls
+from spmdrl.workers import sandbox, system_calls
 from tests.helpers.fused_cases import CASES, gradients, inputs_of
 from tests.helpers.layers import layers_in_c
 from tests.helpers.on_arm import COMPILER, MISSING, recorded, run_on_arm
@@ -69,9 +69,9 @@ def test_system_calls_have_the_numbers_of_the_kernels_headers(tmp_path: Path) ->
         "__NR_socketpair": system_calls._SOCKETPAIR["aarch64"],
         "__NR_ioctl": system_calls._IOCTL["aarch64"],
         **system_calls._REQUESTS,
-        "__NR_landlock_create_ruleset": landlock._CREATE_RULESET,
-        "__NR_landlock_add_rule": landlock._ADD_RULE,
-        "__NR_landlock_restrict_self": landlock._RESTRICT_SELF,
+        "__NR_landlock_create_ruleset": sandbox._CREATE_RULESET,
+        "__NR_landlock_add_rule": sandbox._ADD_RULE,
+        "__NR_landlock_restrict_self": sandbox._RESTRICT_SELF,
         "__NR_mount_setattr": sandbox._SYS_MOUNT_SETATTR,
     }
     checks = "".join(f'_Static_assert({name} == {number}u, "{name}");\n' for name, number in calls.items())

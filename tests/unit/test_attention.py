@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.engine.kv_cache import attend_to_cache
+from spmdrl.engine.torch.cache import attend_to_cache
 from spmdrl.model import kernels
 from spmdrl.model.attention import choose_kernel, fastest_varlen, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer, SeenKeys

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmdrl.algo.seeds import rollout_seed
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.types import Request
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.model.attention import packed_attention
+from spmdrl.model.attention import Block, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.block_attention import Block
 from spmdrl.model.kernels import Kernel
 from spmdrl.types import UserError
 from tests.helpers import flash_on_cpu  # gives torch's varlen kernel an implementation on a CPU

@@ -12,22 +12,28 @@ import pytest
 import torch
 
 from docs.gen.config_reference import settings
-from spmdrl.checkpoint.changes import HARMLESS, changes, harmless, resolved
 from spmdrl.checkpoint.manifest import (
     GLANCE_BYTES,
+    HARMLESS,
     MANIFEST,
     NECESSARY,
     BrokenManifest,
     Digest,
     Manifest,
+    changes,
     compare,
+    folder_of,
     glance,
+    harmless,
+    newest_step,
     problems_of,
+    remove,
+    resolved,
+    saved_steps,
+    superseded,
     write_json,
 )
-from spmdrl.checkpoint.places import folder_of, newest_step, remove, saved_steps
 from spmdrl.checkpoint.resume import foresee_resume_point, unfinished
-from spmdrl.checkpoint.retention import superseded
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
 from spmdrl.types import UserError

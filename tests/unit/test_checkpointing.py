@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
-from spmdrl.model.expert_adapters import ExpertsTarget
-from spmdrl.model.low_rank import LinearTarget, Pair
+from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Pair
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.types import MicroBatch

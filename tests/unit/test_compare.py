@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmdrl.report.charts import GROUPS
 from spmdrl.report.comparison import FINAL_STEPS, compare
 from spmdrl.report.files import read_rows
-from spmdrl.report.reading import RecordedRun, read_run
-from spmdrl.report.series import Series, band, smoothed
+from spmdrl.report.run_folder import RecordedRun, read_run
+from spmdrl.report.series import GROUPS, Series, band, smoothed
 from spmdrl.tools import compare as tool
 from tests.helpers.recorded import SEEDS, SLOW
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from spmdrl.config import Config, LossConfig, MissingSetting, Section, SftConfig, read_config, read_draft
 from spmdrl.config.base import rules_of
-from spmdrl.config.names import all_keys, settings_in
+from spmdrl.config.errors import all_keys, settings_in
 from spmdrl.types import UserError
 from tests.helpers.config_file import GOOD, problems, read
 

@@ -15,13 +15,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, vetoed
-from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, merge_all
-from spmdrl.algo.policy_losses import POLICY_LOSSES
+from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, fetched, merge_all
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.learn.correction import weigh
-from spmdrl.learn.deferred import fetched
-from spmdrl.learn.mismatch import effective_fraction, exceeded, worst_of
+from spmdrl.learn.correction import effective_fraction, exceeded, weigh, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.report.samples import worst_token_rows

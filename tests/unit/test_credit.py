@@ -12,19 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.metrics import Mean, merge_all, scalars
+from spmdrl.algo.metrics import Mean, fetched, merge_all, scalars
 from spmdrl.config import LossConfig
 from spmdrl.conversation import Action, Message, Observation, ToolCall
-from spmdrl.learn.deferred import fetched
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import _reduced
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import _penalised, _token_columns
 from spmdrl.step.batch import lay_end_to_end, to_sequences
-from spmdrl.step.episodes import ENDS
 from spmdrl.step.evaluate import eval_metrics
-from spmdrl.step.rewards import rollout_metrics
-from spmdrl.step.turns import state_of
+from spmdrl.step.rewards import rollout_metrics, state_of
+from spmdrl.step.samples import ENDS
 from spmdrl.types import ImageSpan, MicroBatch, RewardedRollout, Sequence, Trajectory, Turn, TurnSpan
 from tests.helpers import oracle
 from tests.helpers.episodes import FAILED, MASKED, UNSAMPLED, random_episodes

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.algo.losses import clipped_value_loss, fit_sums
 from spmdrl.algo.metrics import ExplainedVariance
-from spmdrl.algo.value import clipped_value_loss, fit_sums
 from spmdrl.memory.device import ModelSize, plan_memory
 from spmdrl.memory.overhead import Overhead
 from spmdrl.model.load import critic_shapes, parameter_shapes

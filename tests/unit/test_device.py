@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.dist import device
-from spmdrl.dist.device import rank_device
-from spmdrl.dist.session import spmd_session
+from spmdrl.dist import session
+from spmdrl.dist.session import rank_device, spmd_session
 from spmdrl.train import main
 from spmdrl.types import UserError
 from tests.helpers.small_run import write_small_run
@@ -35,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
         monkeypatch.setattr(torch.cuda, "init", init)
-        monkeypatch.setattr(device, "_device_files", lambda: [Path(f"/dev/nvidia{i}") for i in range(files)])
+        monkeypatch.setattr(session, "_device_files", lambda: [Path(f"/dev/nvidia{i}") for i in range(files)])
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

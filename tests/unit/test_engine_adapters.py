@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.engine import running
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch import requests
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.versions import LiveVersions
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
@@ -223,10 +223,10 @@ def test_tensors_that_arrive_otherwise_are_named(model: Any, monkeypatch: pytest
 
 
 def test_a_prompt_counts_once_for_each_version_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(requests, "PREFILL_TOKENS", 8)
     same = Request(prompt_ids=(2, 3, 4, 5, 6), seed=0, max_response_tokens=4)
-    waiting = deque(running.Running(index, same, version) for index, version in enumerate((1, 1, 2)))
-    assert [run.version for run in running.admit(waiting, 3)] == [1, 1]
+    waiting = deque(requests.Running(index, same, version) for index, version in enumerate((1, 1, 2)))
+    assert [run.version for run in requests.admit(waiting, 3)] == [1, 1]
 
 
 def test_a_dead_version_is_told_once() -> None:

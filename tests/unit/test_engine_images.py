@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from spmdrl.engine import image_features
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch import images
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.trunk import Trunk
 from spmdrl.refit.refit import load_whole
@@ -183,7 +183,7 @@ def seen_grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 def test_features_that_found_no_room_are_computed_again(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = looking.requests()
-    monkeypatch.setattr(image_features, "KEPT_TOKENS", 1)
+    monkeypatch.setattr(images, "KEPT_TOKENS", 1)
     grids = seen_grids(monkeypatch)
     engine = looking.engine(1)
     engine._features._max_patches = 1

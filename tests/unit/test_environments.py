@@ -18,7 +18,7 @@ from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
-from spmdrl.workers import loading
+from spmdrl.workers import process
 from tests.helpers.rewards import running, wait_for
 
 CLASSES = '''
@@ -531,7 +531,7 @@ def test_a_slow_import_is_told_and_waited_for(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(0.5)\n{file.read_text()}")
-    monkeypatch.setattr(loading, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(process, "TELL_AFTER_S", 0.1)
     with EnvironmentClient(config(tmp_path / "slow.py", "Counts")) as client:
         assert text(client.check(begin("hello"))).startswith("hello ")
     assert capsys.readouterr().err == (

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spmdrl.model.policy import TokenLogprobs
-from spmdrl.replay.trainer_logprobs import LogprobHook, read_trainer_logprobs, write_trainer_logprobs
+from spmdrl.replay.recorder import LogprobHook, read_trainer_logprobs, write_trainer_logprobs
 from spmdrl.report import RunFolder
-from spmdrl.report.pieces import TokenTexts, writers_of_context
+from spmdrl.report.episodes import TokenTexts, writers_of_context
 from spmdrl.rollout.files import folder_of
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.tools import episodes

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.dist.session import World
-from spmdrl.faults.cause import OomKills, hints_of, is_secondary
-from spmdrl.faults.failure import JobFailed
+from spmdrl.faults.failure import JobFailed, OomKills, hints_of, is_secondary
 from spmdrl.faults.files import FaultFiles, read_json, replace_json
 from spmdrl.faults.rank_status import (
     RankStatus,
@@ -34,7 +33,6 @@ from spmdrl.faults.rank_status import (
     stuck,
 )
 from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
-from spmdrl.faults.stop_request import StopRequest, StopRequests
 from spmdrl.faults.supervise import conclude
 from spmdrl.faults.verdict import (
     EXIT_CODES,
@@ -46,7 +44,7 @@ from spmdrl.faults.verdict import (
     read_requeue,
     write_requeue,
 )
-from spmdrl.faults.watch import Watch, watch_over
+from spmdrl.faults.watch import StopRequest, StopRequests, Watch, watch_over
 from spmdrl.tools import ps
 from spmdrl.types import UserError
 

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from spmdrl.checkpoint.manifest import MANIFEST, NECESSARY, BrokenManifest, Manifest, write_json
 from spmdrl.checkpoint.restore import collector_state, refuse_other_state
 from spmdrl.config import Config, DataConfig, FileData, read_draft
-from spmdrl.config.names import all_keys
+from spmdrl.config.errors import all_keys
 from spmdrl.config.plan import plan_problems
 from spmdrl.config.strict import parse_json
 from spmdrl.data.families import VisionFamily
@@ -57,16 +57,12 @@ from spmdrl.model import calibration
 from spmdrl.model.calibration import choose_kernels
 from spmdrl.model.linear import LinearKernels
 from spmdrl.model.weight_files import weight_file_problems
-from spmdrl.report.checkup import checkup
-from spmdrl.report.comparison import compare
-from spmdrl.report.comparison_page import comparison_page
+from spmdrl.report.comparison import compare, comparison_page
 from spmdrl.report.files import cut_after
-from spmdrl.report.findings import findings
-from spmdrl.report.reading import read_run
-from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.findings import checkup, findings
+from spmdrl.report.run_folder import RunFolder, read_run
 from spmdrl.report.series import History
-from spmdrl.report.watch_page import watch_page
-from spmdrl.report.watching import Watcher
+from spmdrl.report.watching import Watcher, watch_page
 from spmdrl.rollout.files import read_part, write_part
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import RewardOutcome, UserError

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3VLConfig
 
-from spmdrl.engine import torch_engine
-from spmdrl.engine.sampling import sample_tokens
-from spmdrl.model import invariant
+from spmdrl.engine.torch import engine
+from spmdrl.engine.torch.sampling import sample_tokens
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.exact import invariant
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 from spmdrl.model.logprobs import FAST_HEAD, Head, logprobs_of_logits, next_token_logprobs
 from spmdrl.model.policy import Policy
@@ -174,8 +174,8 @@ def test_threads_do_not_matter(tmp_path: Path) -> None:
 PLAIN_OPERATORS = {
     "linear": (invariant, "linear", F.linear),
     "silu": (invariant, "silu", F.silu),
-    "attention": (torch_engine, "attend_to_cache_in_tiles", torch_engine.attend_to_cache),
-    "log-probabilities": (torch_engine, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
+    "attention": (engine, "attend_to_cache_in_tiles", engine.attend_to_cache),
+    "log-probabilities": (engine, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
 }
 
 

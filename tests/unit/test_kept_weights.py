@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from spmdrl.model.kept_weights import kept_line, kept_names, read_kept
 from spmdrl.model.load import model_without_memory
+from spmdrl.model.weight_files import kept_line, kept_names, read_kept
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_qwen3, save_qwen3_5
 

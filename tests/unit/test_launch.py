@@ -19,7 +19,7 @@ from pyarrow import parquet
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import spmdrl
-from spmdrl.faults import gpus
+from spmdrl.faults import supervise
 from spmdrl.faults.supervise import Commands
 from spmdrl.preflight import launch
 from spmdrl.tools import command, doctor, local
@@ -82,14 +82,14 @@ def test_local_hands_its_variables_to_the_program_that_starts_ranks(stubs: Stubs
 @pytest.mark.parametrize(("visible", "num_gpus"), [("0,1,2", 3), ("5", 1), ("", 0), ("-1", 0)])
 def test_local_counts_the_gpus_that_are_visible(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_gpus() == num_gpus
+    assert supervise.count_gpus() == num_gpus
 
 
 def test_local_counts_the_gpus_of_the_driver(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
     stubs.add("nvidia-smi", prints="GPU 0: a\nGPU 1: b\nGPU 2: c\n")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(stubs.folder))
-    assert gpus.count_gpus() == 3
+    assert supervise.count_gpus() == 3
 
 
 GENERATED = """

@@ -24,7 +24,7 @@ from spmdrl.model.load import parameter_shapes
 from spmdrl.preflight.forecast import Model, describe_rank, predict
 from spmdrl.preflight.shapes import expert_names, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
-from spmdrl.report.resources import resource_metrics
+from spmdrl.report.report import resource_metrics
 from spmdrl.tools import fit as plan
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.algo.aggregation import AGGREGATIONS
 from spmdrl.algo.kl import KL_ESTIMATORS
+from spmdrl.algo.losses import AGGREGATIONS
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmdrl.model.causal_conv import causal_conv
 from spmdrl.model.gated_delta import gated_delta_rule
+from spmdrl.model.recurrent import causal_conv
 
 LENGTH, SEQUENCES = 45, 3  # more than one chunk
 

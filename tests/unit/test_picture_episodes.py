@@ -21,17 +21,15 @@ from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore, StoreFull
 from spmdrl.data.stream import make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
-from spmdrl.data.tool_calls import action_of, parse
-from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.data.vision import ImageReader, expanded
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.protocol import Answer
 from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.refit import load_whole
 from spmdrl.report.samples import answer_row
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import World, restore_rollout
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.observed import restore_rollout
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
 from spmdrl.types import Prompt, RewardOutcome, Rollout, Trajectory, Turn, UserError

@@ -19,7 +19,7 @@ from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.envs.observations import MAX_IMAGES_BYTES, from_json, max_answer_bytes, to_json
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.step.turns import state_of
+from spmdrl.step.rewards import state_of
 from tests.helpers.vision import as_file, photo
 
 PICTURE = photo(6, 4)

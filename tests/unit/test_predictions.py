@@ -12,7 +12,7 @@ from benchmarks import scale_on_paper as scale
 from docs.gen.predictions import memory_page, predicted, scaling_page, with_memory
 from spmdrl.config import ModelConfig
 from spmdrl.preflight.forecast import Model
-from spmdrl.preflight.published import PUBLISHED, published_config
+from spmdrl.preflight.shapes import PUBLISHED, published_config
 from spmdrl.tools import fit
 from spmdrl.types import UserError
 

@@ -11,7 +11,7 @@ import torch
 from spmdrl.config import RefitConfig
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.refit.bucket import Bucket, Weight, bucket_of, plan_buckets
-from spmdrl.refit.digest import digest, digests
+from spmdrl.refit.digest import ROW_WORDS, TABLE_ROWS, digest, digests
 
 
 def weight(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Weight:
@@ -133,7 +133,7 @@ def test_the_kernel_for_devices_has_the_same_sums(monkeypatch: pytest.MonkeyPatc
     lengths = [[1], [2**16, 2048], [2048 * 3 + 17], [2**17, 2**16, 2**16 + 3], [2 * 2**16 + 9]]
     weights = [[torch.randint(-(2**63), 2**63 - 1, (n,)) for n in parts] for parts in lengths]
     monkeypatch.setattr(digest_triton, "_MAX_PROGRAMS", 2)  # so that a program has several tables
-    found = digest_triton.sums(weights).tolist()
+    found = digest_triton.sums(weights, row_words=ROW_WORDS, table_rows=TABLE_ROWS).tolist()
     expected = digests({f"{number}": parts for number, parts in enumerate(weights)})
     assert ["".join(f"{x % 2**64:016x}" for x in numbers) for numbers in found] == [*expected.values()]
 

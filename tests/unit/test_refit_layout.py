@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmdrl.refit.layout import ParameterLayout, Split
+from spmdrl.refit.bucket import ParameterLayout, Split
 
 TP, SHARD = 2, 3
 

@@ -23,7 +23,6 @@ from spmdrl.config import Config, ReportConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report import Report, RunFolder
-from spmdrl.report.charts import GROUPS
 from spmdrl.report.console import (
     LiveDisplay,
     PlainLines,
@@ -36,9 +35,9 @@ from spmdrl.report.console import (
 from spmdrl.report.curves import PHASE_COLORS, figure_of
 from spmdrl.report.files import StepRowsFile, cut_after, missing_steps, read_rows
 from spmdrl.report.memory import restart_host_peak
-from spmdrl.report.resources import resource_metrics
+from spmdrl.report.report import resource_metrics
 from spmdrl.report.samples import sample_rows
-from spmdrl.report.series import smoothed
+from spmdrl.report.series import GROUPS, smoothed
 from spmdrl.tools import plot
 from spmdrl.types import RewardedRollout, Rollout, UserError
 from tests.helpers.rollouts import (

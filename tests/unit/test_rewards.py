@@ -29,7 +29,7 @@ from spmdrl.rewards import exact, math, reasoning_gym
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
-from spmdrl.workers import loading
+from spmdrl.workers import process
 from tests.helpers.broken_library import break_library
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
@@ -309,7 +309,7 @@ def test_a_slow_import_is_told_once_and_waited_for(
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef f(response, **rest): return len(response)\n")
     slow = FunctionReward(kind="function", function=f"{tmp_path}/slow.py:f")
     cfg = RewardConfig(terms=(ExactReward(kind="exact"), slow), num_workers=2)
-    monkeypatch.setattr(loading, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(process, "TELL_AFTER_S", 0.1)
     with RewardPool(cfg) as pool:
         assert outcomes_of(pool, item("abc", "abc"))[0].reward == 4.0
     assert capsys.readouterr() == (
@@ -321,7 +321,7 @@ def test_a_slow_import_is_told_once_and_waited_for(
     monkeypatch.setenv("RANK", "1")
     with RewardPool(cfg):
         assert capsys.readouterr() == ("", "")  # the node's first rank has told it
-    monkeypatch.setattr(loading, "TELL_AFTER_S", 60.0)
+    monkeypatch.setattr(process, "TELL_AFTER_S", 60.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with RewardPool(cfg):
         assert capsys.readouterr() == ("", "")

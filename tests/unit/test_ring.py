@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from spmdrl.model.ring import is_for_ring_attention
+from spmdrl.model.context import is_for_ring_attention
 
 
 class Attention(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PhimoeConfig, PreTrainedModel
 
-from spmdrl.engine.sglang.rotary import rotary_problems
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.sglang.models import rotary_problems
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after, length_problems

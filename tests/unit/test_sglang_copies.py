@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engine.sglang.copies import Copies
+from spmdrl.engine.sglang.loader import Copies
 from spmdrl.refit.bucket import Bucket, bucket_of
 
 Named = Iterable[tuple[str, Tensor]]

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang.layout import Share, held_weights
 from spmdrl.engine.sglang.options import sglang_options
-from spmdrl.model import logprobs, sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model import logprobs
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.operators import kernel_of_run, operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs

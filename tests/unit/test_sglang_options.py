@@ -27,12 +27,11 @@ from transformers import (
 from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import preload
-from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
-from spmdrl.engine.sglang.hybrids import hybrid_problems
+from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.models import hybrid_problems, rotary_problems
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
-from spmdrl.engine.sglang.rotary import rotary_problems
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read

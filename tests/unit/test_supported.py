@@ -31,7 +31,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from spmdrl.engine.torch_engine import TorchEngine, model_problems
+from spmdrl.engine.torch.engine import TorchEngine, model_problems
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.load import load_model_config, persistent_buffers
 from spmdrl.refit.refit import load_whole

@@ -17,7 +17,7 @@ import pytest
 
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.faults.files import FaultFiles
-from spmdrl.faults.heartbeat import Heartbeat
+from spmdrl.faults.rank_status import Heartbeat
 from spmdrl.faults.text import (
     MAX_LINE_CHARACTERS,
     MAX_TEXT_CHARACTERS,
@@ -35,7 +35,7 @@ from spmdrl.report.console import PlainLines, Progress, open_display
 from spmdrl.report.files import StepRowsFile, read_rows, read_scalars
 from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError
-from spmdrl.workers.bounds import MAX_SIZE, bounded
+from spmdrl.workers.channel import MAX_SIZE, bounded
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
 HOSTILE = "\x1b[2J\x9b31m\u202ereward\r\0\ud800\nstep 99/1  reward 1e6\u2028"

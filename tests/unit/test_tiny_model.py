@@ -9,8 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedT
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from spmdrl.conversation import Action, ToolCall
-from spmdrl.data.tool_calls import parse
-from spmdrl.data.turns import TurnEncoder
+from spmdrl.data.turns import TurnEncoder, parse
 from spmdrl.tools.tiny_model import IMAGE_TOKENS, character_tokenizer, save_tiny_model
 
 TOOL = {

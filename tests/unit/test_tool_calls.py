@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.conversation import Action, ToolCall
-from spmdrl.data.tool_calls import action_of, parse
+from spmdrl.data.turns import action_of, parse
 from tests.helpers.chat_templates import family_tokenizer, stops_of
 
 LOOKUP = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -13,7 +13,7 @@ import torch
 
 from spmdrl.config import FileData
 from spmdrl.data.sources import FileSource
-from spmdrl.model.tensor_files import open_to_readers, write_tensors
+from spmdrl.model.weight_files import open_to_readers, write_tensors
 from spmdrl.types import UserError
 
 # The tool, its arguments, and what it says; {file} is a file, {folder} an empty folder, {torn} a damaged run,

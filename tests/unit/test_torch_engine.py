@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.dense_decoder import FAMILIES
-from spmdrl.engine.kept_rows import Context, KeptRow, KeptRows
-from spmdrl.engine.row_cache import RowContents
-from spmdrl.engine.sampling import RowSampling, sample_tokens
-from spmdrl.engine.torch_engine import TorchEngine
+from spmdrl.engine.torch.cache import Context, KeptRow, KeptRows, RowContents
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.preflight.shapes import decoder_of

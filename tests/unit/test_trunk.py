@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import packed_attention
-from spmdrl.model.policy import Policy
-from spmdrl.model.positions import packed_positions, placeholder_rows, position_shift, token_positions
+from spmdrl.model.policy import Policy, packed_positions, placeholder_rows, position_shift, token_positions
 from spmdrl.model.recurrent import restart_at_every_sequence
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk, attention_of, model_class

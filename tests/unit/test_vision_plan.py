@@ -15,10 +15,9 @@ from spmdrl.memory.device import GIB
 from spmdrl.memory.images import engine_bytes, kept_bytes, pass_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.trunk import Trunk
-from spmdrl.preflight.flops import forward_flops
+from spmdrl.preflight.checks import vision_problems
 from spmdrl.preflight.forecast import Model, predict
-from spmdrl.preflight.shapes import tower_of
-from spmdrl.preflight.vision import vision_problems
+from spmdrl.preflight.shapes import forward_flops, tower_of
 from tests.helpers.configs import minimal_config
 from tests.helpers.live import Watch
 from tests.helpers.models import save_gemma3

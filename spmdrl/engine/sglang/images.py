@@ -10,8 +10,8 @@ import torch
 from spmdrl.config import Config
 from spmdrl.data.families import VisionFamily, family_of
 from spmdrl.data.image_store import ImageStore
-from spmdrl.engine.image_features import pixels_of
-from spmdrl.model.positions import position_shift, token_positions
+from spmdrl.engine.torch.images import pixels_of
+from spmdrl.model.policy import position_shift, token_positions
 from spmdrl.types import Request
 
 _COMPARED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spmdrl.engine.sglang.hybrids import is_hybrid
+from spmdrl.engine.sglang.models import is_hybrid
 
 # SGLang pads with zeros: embeddings and heads to a multiple of so many rows, and on a CPU also the MLP's inner size, to
 # a multiple of so many for each device.
@@ -63,6 +63,9 @@ _TOWER = {
 }
 # Prefixes and modules in checkpoints that have other names in SGLang.
 _RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."}
+
+DIGEST = "digest"  # in the config of adapters: that of their memory
+MISMATCH = "the digest differs: "  # followed by those of the tensors that arrived, as JSON
 
 
 @dataclass(frozen=True, slots=True)

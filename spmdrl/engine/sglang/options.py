@@ -16,20 +16,24 @@ import torch
 from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.tokenizer import listed_end_tokens
-from spmdrl.dist.device import local_rank
-from spmdrl.dist.session import World
+from spmdrl.dist.session import World, local_rank
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.adapter_options import adapter_arguments, adapter_problems
-from spmdrl.engine.sglang.hybrids import hybrid_arguments, hybrid_environment, hybrid_overrides, hybrid_problems
+from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.models import (
+    hybrid_arguments,
+    hybrid_environment,
+    hybrid_overrides,
+    hybrid_problems,
+    rotary_problems,
+)
 from spmdrl.engine.sglang.orphans import check_orphans
-from spmdrl.engine.sglang.rotary import rotary_problems
 from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
-from spmdrl.model import sglang_kernels
+from spmdrl.model.exact import sglang_kernels
 from spmdrl.model.load import compute_dtype
 from spmdrl.types import UserError
 

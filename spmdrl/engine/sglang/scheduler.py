@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from spmdrl.engine.sglang.adapters import DIGEST, MISMATCH
+from spmdrl.engine.sglang.layout import DIGEST, MISMATCH
 from spmdrl.engine.sglang.surroundings import stand_ins
 from spmdrl.refit.digest import digest, digests
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdrl.conversation import Action
-from spmdrl.data.tool_calls import Parser, call_of
+from spmdrl.data.turns import Parser, call_of
 from spmdrl.engine.sglang.process import import_sglang
 
 _NOT_BY_NAME = "response_template"  # it comes with a tokenizer

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.dist.device import default_device_type
+from spmdrl.dist.session import default_device_type
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.load import compute_dtype, parameter_shapes
 from spmdrl.refit.bucket import Weight, plan_buckets

@@ -1,0 +1,159 @@
+"""Rotary embeddings that SGLang computes otherwise than transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from spmdrl.config import Config
+from spmdrl.config.strict import read_json
+from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
+
+# Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them.
+
+
+_ATTENTION = "full_attention"
+_CHECKED_TOO_EARLY = ("yarn", "llama3", "longrope")  # rotary types whose settings depend on other sizes
+
+
+def is_hybrid(model_config: Any) -> bool:
+    """Return True when some layers of the model have a state."""
+    return bool(recurrent_layers(model_config.get_text_config()))
+
+
+def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
+    """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
+    if not is_hybrid(model_config):
+        return
+    model_config = model_config.get_text_config()
+    if device_type == "cpu":
+        yield (
+            f'model.path = "{cfg.model.path}" has gated delta nets, for which SGLang has no kernels on a CPU; set '
+            'rollout.engine = "torch"'
+        )
+    if attention_interval(model_config) is None:
+        yield (
+            f'model.path = "{cfg.model.path}" has the layers {", ".join(model_config.layer_types)}, but SGLang knows '
+            'only models in which every n-th layer is one of full attention; set rollout.engine = "torch"'
+        )
+    if getattr(model_config, "mlp_only_layers", None) or getattr(model_config, "decoder_sparse_step", 1) != 1:
+        yield (
+            f'model.path = "{cfg.model.path}" has layers without experts beside layers with them, and SGLang\'s '
+            f'{model_config.model_type} has experts in every layer; set rollout.engine = "torch"'
+        )
+    heads = model_config.linear_num_key_heads
+    if heads % cfg.rollout.tp_size:
+        possible = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        yield (
+            f"rollout.tp_size = {cfg.rollout.tp_size} does not divide the {heads} key heads of the model's gated delta "
+            f"nets; set it to one of {possible}"
+        )
+    if model_config.model_type == "qwen3_next":
+        yield from _rotary_problems(cfg.model.path, model_config.rope_parameters["rope_type"])
+    if cfg.sends_adapters:
+        yield (
+            f"adapters of {model_config.model_type} were not tried with SGLang; set lora.merge = true, which sends "
+            "merged weights"
+        )
+
+
+def _rotary_problems(model_dir: str, rope_type: str) -> Iterator[str]:
+    """Yield a sentence when config.json has rotary settings under their newer name, which SGLang's class hands to
+    transformers' checks before it has the sizes that these compare them with."""
+    if rope_type in _CHECKED_TOO_EARLY and "rope_parameters" in read_json(
+        Path(model_dir, "config.json"), dict[str, Any]
+    ):
+        yield (
+            f'model.path = "{model_dir}" has rope_parameters of the type "{rope_type}" in its config.json, with which '
+            "SGLang's qwen3_next does not start; write them there as rope_scaling, with rope_theta and "
+            'partial_rotary_factor beside it, as older checkpoints do, or set rollout.engine = "torch"'
+        )
+
+
+def attention_interval(model_config: Any) -> int | None:
+    """Return n where every n-th layer, and no other, is one of full attention; None when there is no such n."""
+    layers = list(model_config.layer_types)
+    if _ATTENTION not in layers:
+        return None
+    interval = layers.index(_ATTENTION) + 1
+    expected = [RECURRENT if (number + 1) % interval else _ATTENTION for number in range(len(layers))]
+    return interval if layers == expected else None
+
+
+def hybrid_arguments(model_config: Any) -> dict[str, Any]:
+    """Return SGLang's arguments for such a model, on top of which the user's come; none for other models."""
+    if not is_hybrid(model_config):
+        return {}
+    return {
+        "mamba_ssm_dtype": "float32",  # that of transformers' recurrence
+        "disable_shared_experts_fusion": True,  # they stay apart, as on a CPU: `layout.py` knows one layout
+    }
+
+
+def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
+    """Return the argument by which SGLang reads such a model's config as transformers does; none for other models.
+
+    SGLang's own classes for these configs know the names of older checkpoints, which transformers no longer writes.
+    """
+    if not is_hybrid(model_config):
+        return {}
+    text = model_config.get_text_config()
+    # Where transformers gives these models positions of three kinds, they always alternate.
+    rotary = text.rope_parameters | ({"mrope_interleaved": True} if "mrope_section" in text.rope_parameters else {})
+    known: dict[str, Any] = {
+        "full_attention_interval": attention_interval(text),
+        "rope_parameters": rotary,
+        "rope_theta": rotary["rope_theta"],
+        "partial_rotary_factor": rotary.get("partial_rotary_factor", 1.0),
+    }
+    if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
+        known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
+    given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))
+    return {"json_model_override_args": json.dumps(known | given)}
+
+
+def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:
+    """Return the variables of the engine's processes for such a model, which computes in `dtype`; none for others.
+
+    The state of a convolution is its last inputs. SGLang rounds them to bfloat16 whatever they are: in float32 that
+    costs 1e-4 nats of every token.
+    """
+    return {"SGLANG_MAMBA_CONV_DTYPE": dtype} if is_hybrid(model_config) else {}
+
+
+_TOLERANCE = 1e-6  # of the scale of queries and keys
+
+
+def rotary_problems(model_dir: str, model_config: Any) -> Iterator[str]:
+    """Yield a sentence for each reason why SGLang would rotate queries and keys otherwise than the trainer."""
+    text = model_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic" and "alpha" not in rope and rope["factor"] != 1:
+        yield (
+            f'model.path = "{model_dir}" has rope_type = "dynamic", by which SGLang changes the rotary frequencies of '
+            f"all sequences, and transformers those of more than {text.max_position_embeddings} tokens; write "
+            '"default" into its config.json, which is the same up to there, or set rollout.engine = "torch"'
+        )
+    if rope.get("rope_type") == "longrope":
+        theirs = _scale_in_sglang(text, rope)
+        ours = rope["short_mscale"] if text.model_type == "phimoe" else ROPE_INIT_FUNCTIONS["longrope"](text)[1]
+        if abs(theirs - ours) > _TOLERANCE:
+            yield (
+                f'model.path = "{model_dir}" has queries and keys that transformers scales by {ours:.6g} and SGLang by '
+                f"{theirs:.6g}, because it does not read attention_factor and factor of longrope; write short_mscale = "
+                f'{ours} and long_mscale = {ours} beside them in its config.json, or set rollout.engine = "torch"'
+            )
+
+
+def _scale_in_sglang(text: Any, rope: dict[str, Any]) -> float:
+    """The factor of the cosines and sines of short sequences, as in `Phi3LongRoPEScaledRotaryEmbedding`."""
+    if (given := rope.get("short_mscale")) is not None:
+        return float(given)
+    limit = getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
+    scale = text.max_position_embeddings / limit
+    return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(limit))

@@ -1,0 +1,285 @@
+"""OpenAI's responses: the bodies of `/v1/responses`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from spmdrl.conversation import Message
+from spmdrl.envs.agent_calls import (
+    MODEL,
+    ROLES,
+    Call,
+    CallError,
+    Reply,
+    make_call,
+    refuse_settings,
+    text_of,
+    tool_call_of,
+    tool_of,
+)
+
+# OpenAI's chat completions: the bodies of `/v1/chat/completions`.
+
+
+# Settings that would change what the response is, and that training could not account for.
+_CHAT_KEYS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+}
+
+
+class ChatForm:
+    """Reads and writes chat completions."""
+
+    def read(self, body: dict[str, Any]) -> Call:
+        """Read the body of a request. Raises CallError."""
+        refuse_settings(body, _CHAT_KEYS)
+        stop = body.get("stop") or []
+        match body.get("messages"), body.get("tools") or [], [stop] if isinstance(stop, str) else stop:
+            case list(messages), list(tools), list(stops):
+                limit = body.get("max_completion_tokens") or body.get("max_tokens")
+                return make_call(_chat_messages(messages), [_chat_tool(tool) for tool in tools], limit, stops=stops)
+        raise CallError("messages must be a list, and tools and stop too where there are any")
+
+    def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the response to a request."""
+        action = reply.action
+        message: dict[str, Any] = {"role": "assistant", "content": action.text, "refusal": None}
+        if action.tool_calls:
+            message["content"] = action.text or None
+            message["tool_calls"] = [
+                {
+                    "id": reply.call_id(place),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for place, call in enumerate(action.tool_calls)
+            ]
+        reason = "length" if action.is_cut else "tool_calls" if action.tool_calls else "stop"
+        return {
+            "id": f"chatcmpl-{reply.number}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(body.get("model") or MODEL),
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {
+                "prompt_tokens": action.num_context_tokens,
+                "completion_tokens": action.num_tokens,
+                "total_tokens": action.num_context_tokens + action.num_tokens,
+            },
+        }
+
+    def events(self, response: dict[str, Any], body: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
+        """Return the same as server-sent events: the whole message, its end, and the usage if it is asked for."""
+        (choice,) = response["choices"]
+        delta = {key: value for key, value in choice["message"].items() if key != "refusal"}
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+        common = {key: response[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        events = [
+            common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
+            for part, reason in ((delta, None), ({}, choice["finish_reason"]))
+        ]
+        match body.get("stream_options"):
+            case {"include_usage": True}:
+                events.append(common | {"choices": [], "usage": response["usage"]})
+        return [(None, event) for event in events]
+
+
+def _chat_messages(given: list[Any]) -> list[Message]:
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    for message in given:
+        if not isinstance(message, dict) or (role := ROLES.get(str(message.get("role")))) is None:
+            raise CallError(f"a message must have one of the roles {', '.join(ROLES)}")
+        read: Message = {"role": role, "content": text_of(message.get("content"))}
+        if role == "assistant" and (calls := message.get("tool_calls")):
+            if not isinstance(calls, list):
+                raise CallError("tool_calls must be a list")
+            read["tool_calls"] = [_tool_call(call, names) for call in calls]
+        if role == "tool" and (name := names.get(str(message.get("tool_call_id"))) or message.get("name")):
+            read["name"] = str(name)
+        messages.append(read)
+    return messages
+
+
+def _chat_tool(tool: Any) -> dict[str, Any]:
+    match tool:
+        case {"type": "function", "function": function}:
+            return tool_of(function)
+    raise CallError("tools other than functions are not supported")
+
+
+def _tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
+    match call:
+        case {"id": str(number), "function": {"name": str(name), "arguments": arguments}}:
+            names[number] = name
+            return tool_call_of(name, arguments)
+    raise CallError("an assistant's tool_calls must have an id, and a function with name and arguments")
+
+
+# Settings that would change what the response is, and conversations that this server would have to keep.
+_RESPONSES_KEYS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "prompt": (),
+}
+
+
+class ResponsesForm:
+    """Reads and writes responses."""
+
+    def read(self, body: dict[str, Any]) -> Call:
+        """Read the body of a request. Raises CallError."""
+        refuse_settings(body, _RESPONSES_KEYS)
+        text = body.get("text")
+        refuse_settings(text if isinstance(text, dict) else {}, {"format": ({"type": "text"},)})
+        given, tools = body.get("input"), body.get("tools") or []
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list) or not isinstance(tools, list):
+            raise CallError("input must be a text or a list, and tools a list where there are any")
+        instructions = body.get("instructions")
+        system = [{"role": "system", "content": text_of(instructions)}] if instructions else []
+        messages = [*system, *_responses_messages(items)]
+        return make_call(messages, [_responses_tool(tool) for tool in tools], body.get("max_output_tokens"))
+
+    def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the response to a request."""
+        action = reply.action
+        cut = {"reason": "max_output_tokens"} if action.is_cut else None
+        return {
+            "id": f"resp_{reply.number}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "incomplete" if action.is_cut else "completed",
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "model": str(body.get("model") or MODEL),
+            "output": _output(reply),
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": body.get("tools") or [],
+            "temperature": None,
+            "top_p": None,
+            "usage": {
+                "input_tokens": action.num_context_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": action.num_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": action.num_context_tokens + action.num_tokens,
+            },
+        }
+
+    def events(self, response: dict[str, Any], body: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
+        """Return the same as server-sent events, each item in one piece."""
+        begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for place, item in enumerate(response["output"]):
+            events += _item_events(place, item)
+        events.append({"type": f"response.{response['status']}", "response": response})
+        return [(event["type"], event | {"sequence_number": number}) for number, event in enumerate(events)]
+
+
+def _output(reply: Reply) -> list[dict[str, Any]]:
+    action = reply.action
+    status = "incomplete" if action.is_cut else "completed"
+    content = {"type": "output_text", "text": action.text, "annotations": [], "logprobs": []}
+    message = {"type": "message", "id": f"msg_{reply.number}", "role": "assistant", "status": status}
+    calls = [
+        {
+            "type": "function_call",
+            "id": f"fc_{reply.call_id(place)}",
+            "call_id": reply.call_id(place),
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "status": "completed",
+        }
+        for place, call in enumerate(action.tool_calls)
+    ]
+    said = [message | {"content": [content]}] if action.text or not calls else []
+    return [*said, *calls]
+
+
+def _item_events(place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at = {"output_index": place, "item_id": item["id"]}
+    empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+    begun = item | {"status": "in_progress"} | empty
+    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    if item["type"] == "message":
+        (part,) = item["content"]
+        at |= {"content_index": 0}
+        yield {"type": "response.content_part.added", **at, "part": part | {"text": ""}}
+        yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
+        yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    else:
+        arguments = item["arguments"]
+        yield {"type": "response.function_call_arguments.delta", **at, "delta": arguments}
+        yield {"type": "response.function_call_arguments.done", **at, "name": item["name"], "arguments": arguments}
+    yield {"type": "response.output_item.done", "output_index": place, "item": item}
+
+
+def _responses_messages(items: list[Any]) -> list[Message]:
+    """Return the items as messages: what an assistant says and the calls after it are one."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    kept = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
+    for is_of_assistant, group in itertools.groupby(kept, key=_is_of_assistant):
+        if is_of_assistant:
+            messages += _assistant(group, names)
+        else:
+            messages += [_other(item, names) for item in group]
+    return messages
+
+
+def _is_of_assistant(item: Any) -> bool:
+    match item:
+        case {"role": "assistant"} | {"type": "function_call"}:
+            return True
+    return False
+
+
+def _assistant(items: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[Message]:
+    message: Message | None = None
+    for item in items:
+        if item.get("type") != "function_call":
+            if message is not None:
+                yield message
+            message = {"role": "assistant", "content": text_of(item.get("content"))}
+            continue
+        message = message or {"role": "assistant", "content": ""}
+        names[str(item.get("call_id"))] = str(item.get("name"))
+        call = tool_call_of(item.get("name"), item.get("arguments"))
+        message = message | {"tool_calls": [*message.get("tool_calls", ()), call]}
+    if message is not None:
+        yield message
+
+
+def _other(item: Any, names: dict[str, str]) -> Message:
+    match item:
+        case {"type": "function_call_output", "call_id": call_id, "output": output}:
+            name = names.get(str(call_id))
+            return {"role": "tool", "content": text_of(output)} | ({"name": name} if name else {})
+        case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
+            return {"role": ROLES[role], "content": text_of(item.get("content"))}
+    kind = item.get("type", item.get("role")) if isinstance(item, dict) else item
+    raise CallError(f"an item of the type {str(kind)[:40]!r} is not supported")
+
+
+def _responses_tool(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, dict) and tool.get("type") == "function":
+        return tool_of(tool)
+    raise CallError("tools other than functions are not supported")

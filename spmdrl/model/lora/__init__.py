@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): which weights get them, how they start, how they are trained and written."""

@@ -1,0 +1,214 @@
+"""The policy that a run trains, whole or by adapters, and the reference that it is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import LoraConfig, ModelConfig
+from spmdrl.config.model import QuantizedBase
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.load import load_policy, load_reference, model_without_memory
+from spmdrl.model.lora.adapters import Adapters, Strength, matrix_names
+from spmdrl.model.lora.init import Init, start_of
+from spmdrl.model.lora.layers import ExpertsTarget
+from spmdrl.model.lora.peft import base_problems, read_adapter
+from spmdrl.model.lora.quantized import bytes_of, quantization_problems, quantized_names
+from spmdrl.model.lora.targets import Wanted, short_names, target_problems, targets_of
+from spmdrl.model.operators import operators_of
+from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.weight_files import weights_digest
+from spmdrl.types import MicroBatch, UserError
+
+Reference = Callable[[MicroBatch], TokenLogprobs]
+
+
+def load_trained(
+    cfg: ModelConfig,
+    lora: LoraConfig | None,
+    meshes: Meshes,
+    *,
+    temperature: float,
+    seed: int,
+    kernel: Kernel | None = None,
+) -> Policy:
+    """Load the policy that is trained: all of it, or with `lora` its adapters on a frozen base.
+
+    Raises UserError like `load_policy`, and for targets that the model does not have.
+    """
+    if lora is None:
+        return load_policy(cfg, meshes.model, temperature=temperature, kernel=kernel)
+    policy = load_policy(cfg, meshes.model, temperature=temperature, role="base", quantized=lora.base, kernel=kernel)
+    plan = plan_adapters(policy.model, lora)
+    tp = meshes.model.tp
+    multiply = operators_of(policy.kernel).linear
+    targets = targets_of(policy.model, plan.wanted, multiply=multiply, tp=tp if tp.size() > 1 else None)
+    layers, parameters = short_names(policy.model, targets)
+    config = peft_config(plan.sent_strength, layers, parameters, base=cfg.path)
+    base = weights_digest(cfg.path, meshes.training)
+    start = None
+    if plan.init != "default":
+        start = start_of(policy.model, targets, plan.strength, meshes.training, kind=plan.init)
+    policy.adapters = Adapters(
+        targets, plan.strength, meshes.training, config=config, base=base, init=plan.init, start=start
+    )
+    if start is None:
+        policy.adapters.load(random_start(policy.adapters.trained, seed=seed) | plan.files)
+    return policy
+
+
+def adapter_problems(model_config: Any, cfg: ModelConfig, lora: LoraConfig | None) -> Iterator[str]:
+    """Yield a sentence when `[lora]` does not fit the model; takes no memory for it."""
+    if lora is not None:
+        model = model_without_memory(model_config, cfg)
+        if lora.base is not None:
+            yield from quantization_problems(model, lora.base)
+        try:
+            plan_adapters(model, lora)
+        except UserError as error:
+            yield from str(error).splitlines()
+
+
+def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
+    """Count the elements of each weight's adapter, by the weight's name. Raises UserError like `plan_adapters`."""
+    model = model_without_memory(model_config, cfg)
+    plan = plan_adapters(model, lora)
+    return {
+        target.weight: sum(map(math.prod, target.shapes(plan.strength.rank)))
+        for target in targets_of(model, plan.wanted)
+    }
+
+
+def kept_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict[str, int]:
+    """Count the bytes of each weight that is kept in few bits, by its name."""
+    model = model_without_memory(model_config, cfg)
+    return {name: bytes_of(model.get_parameter(name).numel(), base) for name in quantized_names(model)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """The adapters that `[lora]` asks for."""
+
+    strength: Strength
+    wanted: Wanted  # see `targets_of`
+    init: Init = "default"
+    files: dict[str, Tensor] = field(default_factory=dict)  # what they begin with, where they come from files
+
+    @property
+    def sent_strength(self) -> Strength:
+        """The strength of the plain adapters that engines and files get."""
+        return self.strength if self.init == "default" else self.strength.doubled
+
+
+def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
+    """Settle rank, scale and targets. The model may be on the meta device.
+
+    Raises UserError for targets that the model does not have, and for files that cannot be read or are of another base.
+    """
+    if lora.path is None:
+        if problems := list(target_problems(model, lora.targets)):
+            raise UserError("\n".join(problems))
+        if lora.init != "default" and any(isinstance(x, ExpertsTarget) for x in targets_of(model, lora.targets)):
+            raise UserError(
+                f'lora.init = "{lora.init}" begins at parts of the weights of linear layers, and lora.targets includes '
+                "experts; name only linear layers there, or remove lora.init"
+            )
+        if problem := _rank_problem(model, lora):
+            raise UserError(problem)
+        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, lora.init)
+    files = read_adapter(lora.path)
+    sizes = {
+        name: shape
+        for target in targets_of(model, files.wanted)
+        for name, shape in zip(matrix_names(target), target.shapes(files.strength.rank), strict=True)
+    }
+    if problems := list(base_problems(files, sizes, lora.path)):
+        raise UserError("\n".join(problems))
+    return AdapterPlan(files.strength, files.wanted, files=dict(files.tensors))
+
+
+def _rank_problem(model: PreTrainedModel, lora: LoraConfig) -> str | None:
+    """Return a sentence for a rank that weights do not have; None for any other."""
+    # A of rank 1 has as many columns, and B as many rows, as the weight has inputs and outputs.
+    sides = {x.weight: min(a[-1], b[0]) for x in targets_of(model, lora.targets) for a, b in [x.shapes(1)]}
+    if lora.rank > (most := max(sides.values())):
+        return (
+            f"lora.rank = {lora.rank} is a higher rank than any weight of lora.targets has; set it to {most} or less, "
+            "or train the whole model without [lora]"
+        )
+    narrow = min(sides, key=lambda name: sides[name])
+    if lora.init != "default" and lora.rank > sides[narrow]:
+        return (
+            f'lora.init = "{lora.init}" begins at lora.rank = {lora.rank} parts of each weight, and {narrow} has '
+            f'{sides[narrow]}; set lora.rank to {sides[narrow]} or less, or lora.init to "default"'
+        )
+    return None
+
+
+def reference_of(
+    policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float, kernel: Kernel | None = None
+) -> Reference:
+    """Return the frozen model that the policy is compared with: its own base, or where it has none a second model."""
+    adapters = policy.adapters
+    if adapters is None:
+        return load_reference(cfg, meshes.model, temperature=temperature, kernel=kernel)
+
+    def base(micro_batch: MicroBatch) -> TokenLogprobs:
+        with adapters.off():
+            return policy(micro_batch)
+
+    return base
+
+
+def peft_config(
+    strength: Strength, target_modules: list[str], target_parameters: list[str], *, base: str
+) -> dict[str, Any]:
+    """Describe adapters as PEFT's adapter_config.json does."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": strength.rank,
+        "lora_alpha": strength.alpha,
+        "use_rslora": strength.rslora,
+        "target_modules": target_modules,
+        "target_parameters": target_parameters or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+    }
+
+
+def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give every A random numbers, as PEFT does; every B stays 0."""
+    return random_values({name: a for name, a in matrices.items() if ".lora_A." in name}, seed=seed)
+
+
+def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Give these matrices random numbers in +-1 / sqrt(columns).
+
+    They depend on the seed and on the matrix's name, not on the ranks or on which other matrices there are.
+    """
+    return {name: _uniform(matrix, mix(seed, _number(name))) for name, matrix in matrices.items()}
+
+
+def _uniform(like: Tensor, seed: int) -> Tensor:
+    bound = 1.0 / math.sqrt(like.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(like.shape, generator=generator) * 2.0 - 1.0) * bound
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
