@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spmdrl.config import Config
 from spmdrl.config.engines import EngineFacts
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.sink import AdapterVersion, Naming, WeightSink
-from spmdrl.run import Launch
 from spmdrl.types import Request, Response
+
+if TYPE_CHECKING:
+    from spmdrl.config import Config
+    from spmdrl.run import Launch
 
 
 class EngineDied(RuntimeError):

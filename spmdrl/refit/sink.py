@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.model.lora.adapters import Strength
 from spmdrl.refit.bucket import Bucket
 
 Naming = Literal["model", "checkpoint"]  # whose tensor names: the model's own, or those of its files
@@ -33,6 +32,8 @@ class AdapterVersion:
     def scale(self) -> float:
         """The factor of B A."""
         about = self.config
+        from spmdrl.model.lora.adapters import Strength  # an engine without adapters needs no more than this file
+
         return Strength(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import measures
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/layout.md").read_text(encoding="utf-8")
@@ -204,3 +208,59 @@ def test_docstrings_of_public_names_stand_without_the_signature() -> None:
                 if not private and UNCLEAR_STARTS.match(text):
                     unclear.append(f"{name}: {getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
     assert unclear == []
+
+
+def test_no_file_imports_itself_over_others() -> None:
+    assert measures.circles(measures.import_graph(measures.modules(), deferred=True)) == []
+
+
+def test_a_circle_is_found_also_over_an_import_inside_a_function(tmp_path: Path) -> None:
+    for name, text in {"a": "from made_up import b", "b": "def f():\n    from made_up.a import x", "c": ""}.items():
+        (tmp_path / "made_up").mkdir(exist_ok=True)
+        (tmp_path / "made_up" / f"{name}.py").write_text(text)
+    files = measures.modules(tmp_path / "made_up")
+    assert measures.circles(measures.import_graph(files, deferred=True)) == [["made_up.a", "made_up.b"]]
+    assert measures.circles(measures.import_graph(files, deferred=False)) == []
+
+
+def test_rooms_stay_within_the_sizes_of_the_page() -> None:
+    sizes = table_of_numbers("Sizes")
+    rooms: dict[str, list[Path]] = {}
+    for name, path in measures.modules().items():
+        rooms.setdefault(measures.room_of(name), []).append(path)
+    assert sizes.keys() == rooms.keys() - {"__init__"}
+    over = [
+        f"{room}: {len(rooms[room])} files, {lines} lines of code"
+        for room, (max_files, max_lines) in sizes.items()
+        if len(rooms[room]) > max_files or (lines := sum(map(measures.code_lines, rooms[room]))) > max_lines
+    ]
+    assert over == []
+
+
+def test_few_files_are_small() -> None:
+    paths = [path for path in measures.modules().values() if path.name != "__init__.py"]
+    assert sum(measures.code_lines(path) < 40 for path in paths) <= len(paths) / 6
+
+
+def test_modules_import_no_more_than_the_page_says() -> None:
+    files = measures.modules()
+    graph = measures.import_graph(files, deferred=False)
+    for module, (max_files,) in table_of_numbers("Closures").items():
+        assert len(measures.closure(graph, f"spmdrl.{module}")) <= max_files, module
+
+
+def test_processes_that_run_the_users_code_start_without_torch() -> None:
+    for module in ("spmdrl.envs.worker", "spmdrl.rewards.worker"):
+        program = f"import sys, {module}; print([name for name in ('torch', 'pydantic') if name in sys.modules])"
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def table_of_numbers(heading: str) -> dict[str, tuple[int, ...]]:
+    """The rows of a table of the page whose cells after the first are numbers; others are left out."""
+    section = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("| `")]
+    numbers = [[cell.strip().replace(",", "") for cell in rest] for _, *rest in rows]
+    return {
+        first.strip(" `"): tuple(int(cell) for cell in cells if cell.isdigit())
+        for (first, *_), cells in zip(rows, numbers, strict=True)
+    }
