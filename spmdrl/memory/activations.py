@@ -130,7 +130,8 @@ def layer_workspace_bytes(decoder: Decoder, settings: ActivationSettings, *, num
     b = settings.compute_bytes
     every = layer_activation_bytes(decoder, settings, level="none")
     recomputed = every - layer_activation_bytes(decoder, settings, level=settings.level)
-    gradients = 3 * b * (decoder.mlp_width + decoder.hidden) + (0 if settings.fused else _FLOAT32 * decoder.hidden)
+    widest = max(decoder.mlp_width + decoder.hidden, decoder.experts_per_token * decoder.hidden)
+    gradients = 3 * b * widest + (0 if settings.fused else _FLOAT32 * decoder.hidden)
     return num_tokens * (recomputed + gradients)
 
 

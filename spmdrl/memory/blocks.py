@@ -9,9 +9,10 @@ these come in addition:
     sum of the root     the float32 gradients of the weights outside the layers, laid end to end to be reduced: no
                         segment of activations is large enough, and it is needed when the activations are gone
     embedding           its gradient, while the head's waits, where no activation has as large a segment
-    unused              parts of blocks into which no tensor fits: a share of what comes and goes. With "full", layers
-                        leave blocks of the widths A and I to the inputs of layers, of width D, that are kept: what
-                        remains of them counts too
+    second sum          with one rank and "none", the embedding's gradient may be cut from the segment of the sum, which
+                        the next micro-batch then needs again
+    unused              parts of blocks into which no tensor fits: a share of what comes and goes. Layers leave blocks
+                        of the widths A and I to what is kept of width D: what remains of them counts too
     gradients           less than `activations.py` counts for a layer without experts: not all are there at once
 
 The shares are fitted to what `benchmarks/memory_plan.py` has measured.
@@ -32,9 +33,11 @@ _SMALLEST = 512
 _SMALL = _MIB  # up to this, blocks come from segments of 2 MiB
 _MEDIUM = 10 * _MIB  # up to this, from segments of 20 MiB; larger ones have their own, in multiples of 2 MiB
 _FLOAT32 = 4
-UNUSED_SHARE: Mapping[Level, float] = {"none": 0.028, "selective": 0.055, "full": 0.078}  # of what comes and goes
-REMAINDER_SHARE = 1.3  # of what remains of blocks beside the inputs of layers
-ABSENT_SHARE = 0.55  # of three gradients of [T, I] and of [T, D]
+UNUSED_SHARE: Mapping[Level, float] = {"none": 0.003, "selective": 0.0353, "full": 0.0}  # of what comes and goes
+UNUSED_SHARE_OF_EXPERTS: Mapping[Level, float] = {"none": 0.0104, "selective": 0.0146, "full": 0.102}  # with experts
+REMAINDER_SHARE = 0.77  # "full": of what remains of blocks beside all that is kept
+SELECTIVE_REMAINDER_SHARE = 0.371  # "selective": of what remains of blocks of width A beside the inputs of layers
+ABSENT_SHARE = 0.114  # of three gradients of [T, I] and of [T, D]
 
 
 class Weight(NamedTuple):
@@ -157,11 +160,16 @@ def reserved(
     embedding = max((w.shard * w.num_shards for w in root.weights if w.is_trained), default=0) * compute_bytes
     if embedding < max(activations.queries, activations.mlp):
         embedding = 0
-    unused = UNUSED_SHARE[level] * moving
+    if level == "none" and all(weight.num_shards == 1 for unit in units for weight in unit.weights):
+        root_sum *= 2
+    unused = (UNUSED_SHARE_OF_EXPERTS if activations.has_experts else UNUSED_SHARE)[level] * moving
     if not activations.has_experts:
         unused -= ABSENT_SHARE * 3 * (activations.mlp + activations.hidden)
     if level == "full":
         unused += REMAINDER_SHARE * activations.remainder * activations.kept
+    if level == "selective":
+        beside_queries = activations.queries % activations.hidden / activations.queries
+        unused += SELECTIVE_REMAINDER_SHARE * beside_queries * activations.hidden * len(layers)
     others = gathering(units, weight_bytes=weight_bytes, compute_bytes=compute_bytes, ahead=ahead, on_host=on_host)
     others += reducing(units, copies=copies, on_host=on_host)
     return held.reserved + moving + root_sum + embedding + int(unused) + others

@@ -62,6 +62,7 @@ class ModelSize:
     kept_bytes: int = 0  # of them
     largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
+    largest_adapted: int = 0  # the largest parameter of these experts
     all_adapted_experts: int = 0  # undivided, of all layers
     units: tuple[Unit, ...] = ()  # what is outside of all layers, and each layer; not what is kept in few bits
 

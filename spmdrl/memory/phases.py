@@ -282,13 +282,14 @@ def _micro_batch_patches(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> i
 
 
 def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
-    """Parts of the device at the largest of three moments, without weights, gradient shards and gathered weights.
+    """Parts of the device at the largest of four moments, without weights, gradient shards and gathered weights.
 
     At the head: a tile of logits, and the gradient of the head's [V, D] weight. In the last layer, with the activations
     of all layers: recomputed activations, the head's gradient, and the whole gradients of a layer, with the float32
     copy that is reduced to shards. At the end: the whole gradients of the weights outside the layers, and what a
     trained tower needs for its last block. Until then its activations wait. A frozen base has no gradients; of experts
-    with adapters there are merged weights, with the layers' activations.
+    with adapters there are merged weights, with the layers' activations. Of experts, the widest gradients of
+    activations come before those of weights, and adapters are merged before the experts compute: a fourth moment.
     """
     tokens, b = micro_batch_tokens(cfg, rank.run), rank.compute_bytes
     decoder, part = rank.decoder, rank.decoder.split(cfg.parallel.tp)
@@ -307,6 +308,8 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     head = is_trained * b * decoder.vocabulary * decoder.hidden // cfg.parallel.tp
     experts = rank.size.adapted_experts
     kept = rank.size.num_layers if settings.level == "none" else 1
+    layer = rank.size.largest_layer
+    before_experts = dataclasses.replace(part, mlp_width=0, experts_per_token=0)
     waiting, last_block, block_gradients = _tower_in_backward(cfg, rank, settings)
     moments = (
         {
@@ -320,8 +323,15 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
             "activations": activations,
             "activations of images": waiting,
             "one layer": layer_workspace_bytes(part, settings, num_tokens=tokens),
-            "whole gradients": head + is_trained * (_FLOAT32 + b) * rank.size.largest_layer,
-            "merged experts": (kept * b + _FLOAT32 + b) * experts,
+            "whole gradients": head + is_trained * (_FLOAT32 + (0 if part.experts_per_token else b)) * layer,
+            "merged experts": kept * b * experts,
+        },
+        {
+            "activations": activations,
+            "activations of images": waiting,
+            "one layer": layer_workspace_bytes(before_experts, settings, num_tokens=tokens),
+            "whole gradients": head + is_trained * (_FLOAT32 + b) * layer,
+            "merged experts": kept * b * experts + (2 * _FLOAT32 - b) * rank.size.largest_adapted,
         },
         {
             "activations of images": waiting,

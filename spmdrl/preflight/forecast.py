@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Model:
             experts=expert_names(self.shapes),
         )
         experts = [
-            sum(math.prod(self.shapes[name]) // layout.num_parts(name) for name in layer & layout.experts & adapted)
+            [math.prod(self.shapes[name]) // layout.num_parts(name) for name in layer & layout.experts & adapted]
             for layer in self.layers
         ]
         return dataclasses.replace(
@@ -95,7 +96,8 @@ class Model:
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
             adapter_start=adapters if self.keeps_start else 0,
-            adapted_experts=max(experts),
+            adapted_experts=max(map(sum, experts)),
+            largest_adapted=max(chain.from_iterable(experts), default=0),
             all_adapted_experts=sum(math.prod(self.shapes[name]) for name in layout.experts & adapted),
         )
 

@@ -120,6 +120,7 @@ PROGRAMS = {
     "engine.py": Program(options="--help"),  # bench.py has run it
     "packing_peer.py": Program(options="--help"),  # packing.py asks it, in an environment of its own
     "check.py": Program(options="--help"),  # tests/unit/test_bench_check.py
+    "scale_on_paper.py": Program(options="--help"),  # docs/gen/predictions.py has its tables
     "launches.py": Program(options="--help"),  # tests/unit/test_emulated_cuda.py has run it
     "memory_plan.py": Program(options="--help"),  # tests/fake_cuda has what it needs
 }

@@ -1,4 +1,4 @@
-"""The planner beside what torch's own allocator has reserved: not below it, and not far above, but for a few cases."""
+"""The planner beside what torch's own allocator has reserved: not below it, and not far above."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from memory_plan import planned_bytes, prediction, settings  # noqa: E402
 
 ROWS = json.loads((ROOT / "benchmarks/results/memory-plan.json").read_text())["rows"]
-MOST, MOST_OF_FEW = 1.05, 1.12
-FEW = 2  # of these; docs/memory.md names them
-BELOW = {  # what the plan is at least, of what is reserved: it lacks something of the smallest model
-    "Qwen3-0.6B, 64 ranks, fsdp, 16384 tokens, full": 0.96,
-    "Qwen3-0.6B, 8 ranks, fsdp, 65536 tokens, selective": 0.98,
-    "Qwen3-0.6B, 8 ranks, fsdp, 65536 tokens, full": 0.77,
-}
+MOST = 1.05
 MIB = 2**20
 
 
@@ -33,8 +27,7 @@ def name(row: dict[str, Any]) -> str:
 
 def test_the_plan_is_between_what_is_reserved_and_a_little_more() -> None:
     ratios = {name(row): planned_bytes(row) / row["reserved"] for row in ROWS}
-    assert not {case: ratio for case, ratio in ratios.items() if not BELOW.get(case, 1) <= ratio <= MOST_OF_FEW}
-    assert sum(ratio > MOST for ratio in ratios.values()) <= FEW
+    assert not {case: ratio for case, ratio in ratios.items() if not 1 <= ratio <= MOST}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["ranks"] > 1], ids=name)
