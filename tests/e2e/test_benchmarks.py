@@ -119,6 +119,7 @@ PROGRAMS = {
     "floor.py": Program(options="--repeats 1 --threads 1", keys="floor_s sampling_gflop training_gflop versions"),
     "engine.py": Program(options="--help"),  # bench.py has run it
     "packing_peer.py": Program(options="--help"),  # packing.py asks it, in an environment of its own
+    "same_bits.py": Program(options="{folder}/bits.json --runs tool sft"),
     "check.py": Program(options="--help"),  # tests/unit/test_bench_check.py
     "scale_on_paper.py": Program(options="--help"),  # docs/gen/predictions.py has its tables
     "launches.py": Program(options="--help"),  # tests/unit/test_emulated_cuda.py has run it
