@@ -51,7 +51,7 @@ from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.torch.requests import Running
 from spmdrl.envs.client import EnvironmentClient
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler
@@ -157,7 +157,7 @@ def summary(found: dict[str, Any]) -> str:
     return f"{sides}; {statistics.median(found['ratios']):.2f} of its time"
 
 
-def episodes(num_prompts: int, world: World, *, step: int) -> list[Episode]:
+def episodes(num_prompts: int, world: EnvContext, *, step: int) -> list[Episode]:
     """The episodes of one step, of which nothing has been sampled."""
     sampling = Sampling(
         group_size=workload.GROUP_SIZE, temperature=1.0, max_response_tokens=MAX_TOKENS, stop_token_ids=frozenset()
@@ -170,7 +170,7 @@ def episodes(num_prompts: int, world: World, *, step: int) -> list[Episode]:
     return [episode for group in groups for episode in group.episodes]
 
 
-def prompt_of(world: World, number: int, question: str) -> Prompt:
+def prompt_of(world: EnvContext, number: int, question: str) -> Prompt:
     """A prompt in the chat template."""
     messages = [{"role": "user", "content": question}]
     token_ids, text = world.encoder.first(messages)
@@ -185,10 +185,10 @@ def prompt_of(world: World, number: int, question: str) -> Prompt:
     )
 
 
-def world_of(cfg: EnvironmentConfig, client: EnvironmentClient, tokenizer: PreTrainedTokenizerBase) -> World:
+def world_of(cfg: EnvironmentConfig, client: EnvironmentClient, tokenizer: PreTrainedTokenizerBase) -> EnvContext:
     """Open the parts that the episodes share, as a run does."""
     stops = frozenset({int(tokenizer.eos_token_id)})
-    return World(
+    return EnvContext(
         cfg=cfg,
         client=client,
         encoder=TurnEncoder(tokenizer, chat_template="auto", tools=client.tools, stop_token_ids=stops),
@@ -207,12 +207,12 @@ def turn_by_turn(engine: Metered, episodes: list[Episode]) -> None:
     for episode in episodes:
         episode.begin()
     while open_ones := [episode for episode in episodes if not episode.is_finished]:
-        concurrent.futures.wait([episode.awaited for episode in open_ones if episode.awaited is not None])
+        concurrent.futures.wait([episode.env_future for episode in open_ones if episode.env_future is not None])
         for episode in open_ones:
             episode.take_answer()
         open_ones = [episode for episode in open_ones if not episode.is_finished]
         # The engine need keep nothing: nobody would take it up before the call ends.
-        requests = (dataclasses.replace(episode.request(), goes_on_after=frozenset()) for episode in open_ones)
+        requests = (dataclasses.replace(episode.request(), cache_on_finish=frozenset()) for episode in open_ones)
         responses = dict(engine.generate(requests))
         for place, episode in enumerate(open_ones):
             episode.add(responses[place])
@@ -317,8 +317,8 @@ class Metered:
 def forced(request: Request) -> Request:
     """Give a request the length that the workload has for its seed."""
     length = workload.response_length("tail", 0, request.seed)
-    ends: frozenset[FinishReason] = frozenset({"length"}) if request.goes_on_after else frozenset()
-    return dataclasses.replace(request, max_response_tokens=length, stop_token_ids=frozenset(), goes_on_after=ends)
+    ends: frozenset[FinishReason] = frozenset({"length"}) if request.cache_on_finish else frozenset()
+    return dataclasses.replace(request, max_response_tokens=length, stop_token_ids=frozenset(), cache_on_finish=ends)
 
 
 @contextlib.contextmanager

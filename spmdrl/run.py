@@ -21,12 +21,12 @@ from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import HeldOutPrompts, Pair, PromptStream
 from spmdrl.data.vision import ImageIntake
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.lock import FolderInUse, owned
-from spmdrl.faults.verdict import SUPERVISED, tell_once_a_node
+from spmdrl.faults.verdict import SUPERVISED, print_once_per_node
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phase import PhaseMemory
@@ -168,7 +168,7 @@ def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Ite
 def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
     """Return the kernels that this run began with, or the fastest ones of the first rank's processor."""
     chosen: LinearKernels | None = None
-    with failing_together(run.meshes.world):
+    with raise_on_all_ranks(run.meshes.world):
         if run.world.is_main:
             chosen = _kept_kernels(run.folder) or choose_kernels(shapes_of(load_model_config(run.cfg.model)))
     agreed = gather_objects(run.meshes.world, chosen)[0]
@@ -182,7 +182,7 @@ def _agree_on_layers(run: Run[SettingsT]) -> bool:
     Raises UserError on every rank when the run has begun so and a rank cannot.
     """
     kept: bool | None = None
-    with failing_together(run.meshes.world):
+    with raise_on_all_ranks(run.meshes.world):
         if run.world.is_main:
             kept = _kept_layers(run.folder)
     problem: str | None = None
@@ -196,7 +196,7 @@ def _agree_on_layers(run: Run[SettingsT]) -> bool:
     unable = {rank: why for rank, (_, why, _) in enumerate(found) if why}
     if run.world.is_main:
         for note in dict.fromkeys(note for _, _, theirs in found for note in theirs):  # ranks may share a cache
-            tell_once_a_node(note)
+            print_once_per_node(note)
     if kept and unable:
         rank, why = next(iter(unable.items()))
         raise UserError(
@@ -227,7 +227,7 @@ def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
 def owning(folder: Path, world: World, mesh: DeviceMesh, *, instead: str = "") -> Iterator[None]:
     """Own a run's folder on the first rank. Raises UserError on every rank if another process does; see `owned`."""
     with ExitStack() as exits:
-        with failing_together(mesh):
+        with raise_on_all_ranks(mesh):
             if world.is_main:
                 try:
                     exits.enter_context(owned(folder, instead=instead))

@@ -18,7 +18,7 @@ from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
-from spmdrl.step.handover import TrainerAlone
+from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
 from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
@@ -34,7 +34,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
     encode, images = PairEncoder(cfg, run.inputs), start_images(run, policy)
-    steps = Steps(run, policy, saver, TrainerAlone(), Sampler(), held_out=HeldOutLoss(run, policy, encode, images))
+    steps = Steps(run, policy, saver, NoHandover(), Sampler(), held_out=HeldOutLoss(run, policy, encode, images))
 
     steps.announce()
     with steps.until_stopped():

@@ -46,7 +46,7 @@ from spmdrl.rollout.start import start_sampler
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
-from spmdrl.step.correction import choose_tokens, correct
+from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.evaluate import probe_batches, probe_metrics
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
@@ -103,7 +103,7 @@ def train(run: Launch[Config]) -> None:
                     batch = add_logprobs(batch, learners, reference, cfg, meshes)
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
                     batch = correct(batch, cfg, meshes)
-                    batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
+                    batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
                 with steps.phase("update"):  # the last vote: from here on weights change
                     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))

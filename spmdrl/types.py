@@ -104,7 +104,7 @@ class Request:
     top_p: float = 1.0
     stop_token_ids: frozenset[int] = frozenset()
     images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
-    goes_on_after: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
+    cache_on_finish: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Sequence:
         return self.index, self.part
 
     @property
-    def read_spans(self) -> list[tuple[int, int]]:
+    def observation_spans(self) -> list[tuple[int, int]]:
         """Where the tokens of text are, start to end, that followed one turn and came before the next: what the
         environment said. None where nothing is trained."""
         if not any(self.loss_mask):
@@ -317,7 +317,7 @@ class Sequence:
         yield start, end
 
 
-FILLING = -1  # the index of a sequence that only fills up a micro-batch
+PADDING_INDEX = -1  # the index of a sequence that only fills up a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class MicroBatch:
     # [T] float32, what the cross entropy of a token that the environment put in counts in the global loss, 0 elsewhere;
     # None where the policy does not learn to predict its environment.
     environment_weights: Tensor | None = None
-    sequence_index: tuple[int, ...] = ()  # [S] place of each sequence's rollout in the step's global order, or FILLING
+    sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
@@ -364,7 +364,7 @@ class MicroBatch:
 
     @property
     def places(self) -> list[Place]:
-        """Places of its sequences, [S]; the index of filling is FILLING."""
+        """Places of its sequences, [S]; the index of padding is PADDING_INDEX."""
         return list(zip(self.sequence_index, self.sequence_part, strict=True))
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from spmdrl.config import Config, Section, SftConfig
-from spmdrl.config.base import MOST
+from spmdrl.config.base import INT32_MAX
 from spmdrl.config.errors import is_array, sections_in
 from spmdrl.faults.text import say
 
@@ -158,7 +158,7 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _range(metadata: Sequence[Any]) -> Iterator[str]:
     lowest = _bounds(metadata, "ge")
-    highest = [bound for bound in _bounds(metadata, "le") if bound < MOST]  # beyond it, no user meets the limit
+    highest = [bound for bound in _bounds(metadata, "le") if bound < INT32_MAX]  # beyond it, no user meets the limit
     if lowest and highest:
         yield f"{lowest[0]:g} to {highest[0]:g}"
         return

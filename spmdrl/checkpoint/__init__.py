@@ -2,7 +2,7 @@
 
 from spmdrl.checkpoint.manifest import newest_step, resolved, saved_steps
 from spmdrl.checkpoint.restore import collector_state, restore
-from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, foresee_resume_point, require_whole
+from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, preview_resume_point, require_whole
 from spmdrl.checkpoint.write import Saver, start_saver
 
 __all__ = [
@@ -10,8 +10,8 @@ __all__ = [
     "Saver",
     "collector_state",
     "find_resume_point",
-    "foresee_resume_point",
     "newest_step",
+    "preview_resume_point",
     "require_whole",
     "resolved",
     "restore",

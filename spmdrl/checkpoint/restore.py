@@ -29,7 +29,7 @@ from spmdrl.checkpoint.storage import (
 from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
 from spmdrl.config.strict import Form, as_written, read_json
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.faults.failure import is_secondary
 from spmdrl.learn.learner import Learner
 from spmdrl.model.lora.adapters import Adapters, Identity
@@ -77,7 +77,7 @@ def restore_weights(checkpoint: Path, model: PackedModel, mesh: DeviceMesh, *, n
 
 def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
     """Load into the tensors of a tree. Raises UserError on every rank if the checkpoint belongs to another model."""
-    with failing_together(mesh):
+    with raise_on_all_ranks(mesh):
         table = _table_of(checkpoint)
         differences = [sentence for name, parts in tree.items() for sentence in _differences(name, parts, table)]
         if differences:

@@ -70,7 +70,7 @@ def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMe
     return origin
 
 
-def foresee_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePoint:
+def preview_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePoint:
     """Predict the choice of `find_resume_point`, or its error, in one process and without changing anything.
 
     Of files with tensors only names and sizes are compared with the manifest.

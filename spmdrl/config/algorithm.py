@@ -16,9 +16,9 @@ from spmdrl.config.base import (
     NonNegative,
     Positive,
     Section,
-    idle_settings,
     is_set,
     rule,
+    unused_settings,
     with_defaults,
 )
 
@@ -63,7 +63,7 @@ class AdvantageConfig(Section):
     sources."""
 
     @property
-    def is_users(self) -> bool:
+    def is_custom(self) -> bool:
         """True when the estimator is a function of the user's."""
         return ":" in self.estimator
 
@@ -75,7 +75,7 @@ class AdvantageConfig(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of the estimator's function."""
-        return dict(self.params) if self.is_users else with_defaults(self, self.formula.settings)
+        return dict(self.params) if self.is_custom else with_defaults(self, self.formula.settings)
 
     @property
     def compares_with_greedy(self) -> bool:
@@ -91,8 +91,8 @@ class AdvantageConfig(Section):
 @rule(AdvantageConfig)
 def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str]:
     known = {"params"} | {name for estimator in ESTIMATORS.values() for name in estimator.settings}
-    used = ["params"] if advantage.is_users else advantage.formula.settings
-    yield from idle_settings(advantage, sorted(known - set(used)), f'estimator = "{advantage.estimator}"')
+    used = ["params"] if advantage.is_custom else advantage.formula.settings
+    yield from unused_settings(advantage, sorted(known - set(used)), f'estimator = "{advantage.estimator}"')
 
 
 class LossConfig(Section):
@@ -160,21 +160,21 @@ class LossConfig(Section):
         return {} if self.formula is None else with_defaults(self, self.formula.choice)
 
     @property
-    def is_users(self) -> bool:
+    def is_custom(self) -> bool:
         """True when the loss is a function of the user's."""
         return ":" in self.kind
 
     @property
     def formula(self) -> LossKind | None:
         """The loss in the table of losses; None when it is the user's."""
-        return None if self.is_users else POLICY_LOSSES[self.kind]
+        return None if self.is_custom else POLICY_LOSSES[self.kind]
 
 
 @rule(LossConfig)
 def settings_belong_to_the_loss(loss: LossConfig) -> Iterator[str]:
     known = {"params"} | {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
     used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.choice]
-    yield from idle_settings(loss, sorted(known - set(used)), f'kind = "{loss.kind}"')
+    yield from unused_settings(loss, sorted(known - set(used)), f'kind = "{loss.kind}"')
 
 
 _NO_DRIFT = "the policy has not moved before a step's only update"
@@ -278,7 +278,7 @@ class CorrectionConfig(Section):
 def weights_need_a_kind(correction: CorrectionConfig) -> Iterator[str]:
     if correction.kind == "none":
         names = ("level", "mode", "low", "high", "batch_normalize")
-        yield from idle_settings(correction, names, 'kind = "none", which weighs nothing')
+        yield from unused_settings(correction, names, 'kind = "none", which weighs nothing')
 
 
 @rule(CorrectionConfig)
@@ -286,26 +286,26 @@ def mode_belongs_to_mis(correction: CorrectionConfig) -> Iterator[str]:
     if correction.kind == "mis" and correction.mode is None:
         yield 'kind = "mis" needs a mode; set it to "truncate", "clip" or "mask"'
     if correction.kind in ("tis", "icepop"):
-        yield from idle_settings(correction, ("mode",), f'kind = "{correction.kind}", which has one of its own')
+        yield from unused_settings(correction, ("mode",), f'kind = "{correction.kind}", which has one of its own')
 
 
 @rule(CorrectionConfig)
 def icepop_weighs_tokens(correction: CorrectionConfig) -> Iterator[str]:
     if correction.kind == "icepop":
         instead = 'kind = "icepop", which weighs tokens: set kind = "mis" with mode = "mask" instead'
-        yield from idle_settings(correction, ("level",), instead)
+        yield from unused_settings(correction, ("level",), instead)
 
 
 @rule(CorrectionConfig)
 def truncation_has_no_lower_bound(correction: CorrectionConfig) -> Iterator[str]:
     if correction.kind == "tis" or (correction.kind == "mis" and correction.mode == "truncate"):
-        yield from idle_settings(correction, ("low",), "weights that are truncated, which have no lower bound")
+        yield from unused_settings(correction, ("low",), "weights that are truncated, which have no lower bound")
 
 
 @rule(CorrectionConfig)
 def reject_bounds_need_reject(correction: CorrectionConfig) -> Iterator[str]:
     if correction.reject == "none":
-        yield from idle_settings(correction, ("reject_low", "reject_high"), 'reject = "none"')
+        yield from unused_settings(correction, ("reject_low", "reject_high"), 'reject = "none"')
 
 
 @rule(CorrectionConfig)

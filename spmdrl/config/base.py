@@ -20,9 +20,9 @@ Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]  # below, SGLang samples greedily; beyond, evenly
-MOST = 2**31 - 1  # of anything that is counted: larger numbers do not fit into what torch and the system count with
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Whole = Annotated[int, Field(ge=0, le=MOST)]
+INT32_MAX = 2**31 - 1  # of anything that is counted: torch and the system count with 32 bits
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]  # of a time limit: clocks bear three years
 Gib = Annotated[float, Field(gt=0.0, le=2**20)]
 
@@ -137,7 +137,7 @@ def is_set(section: Section, name: str) -> bool:
     return bool(section.__dict__.get(name, default) != default)
 
 
-def idle_settings(section: Section, names: Iterable[str], choice: str) -> Iterator[str]:
+def unused_settings(section: Section, names: Iterable[str], choice: str) -> Iterator[str]:
     """Yield a sentence for each of these settings that is set although `choice` has no use for it."""
     for name in names:
         if is_set(section, name):

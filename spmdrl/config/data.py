@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, PathText, Positive, Section, Weight, Whole, rule
+from spmdrl.config.base import Count, NonNegativeInt, PathText, Positive, Section, Weight, rule
 
 
 def _on_one_line(name: str) -> str:
@@ -112,7 +112,7 @@ def _greedy_or_sampled(temperature: float) -> float:
 
 
 class EvalConfig(HeldOutConfig):
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
     """Responses for each prompt; accuracy is their mean."""

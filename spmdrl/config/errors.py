@@ -1,4 +1,4 @@
-"""From what pydantic says about fields to sentences, and to the settings that have no value for it."""
+"""Errors in a configuration: the setting that was meant, its line in the file, and a sentence about what is wrong."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def settings_in(kind: type[Section], sentence: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class SourceLocation:
     """A place in a configuration; places are ordered as the user reads them, the command line after the file."""
 
     part: int  # 0: a line of the file; 1: the file, but no line of it; 2: the command line; 3: neither
@@ -180,30 +180,30 @@ class Places:
     lines: Mapping[str, int]  # of each table header and key, by dotted name; entries of an array by index
     overrides: Mapping[str, int]  # the number of each override, by dotted name
 
-    def of_setting(self, name: str) -> Place:
+    def of_setting(self, name: str) -> SourceLocation:
         """The place of the setting, or of the innermost table around it that has one."""
         while name:
             if (place := self._own(name)) is not None:
                 return place
             name = name.rpartition(".")[0]
-        return Place(1, prefix=f"{self.path}: ")
+        return SourceLocation(1, prefix=f"{self.path}: ")
 
-    def of_sentence(self, sentence: str) -> Place:
+    def of_sentence(self, sentence: str) -> SourceLocation:
         """The place of the first setting in a sentence that the user has written, else of the first setting."""
         names = settings_in(self.kind, sentence)
         written = [place for name in names if (place := self._own(name)) is not None]
         if written:
             return written[0]
-        return self.of_setting(names[0]) if names else Place(3)
+        return self.of_setting(names[0]) if names else SourceLocation(3)
 
-    def _own(self, name: str) -> Place | None:
+    def _own(self, name: str) -> SourceLocation | None:
         """The place of this setting, or of the first thing inside this table; None where there is neither."""
         if name in self.overrides:
-            return Place(2, self.overrides[name], "on the command line: ")
+            return SourceLocation(2, self.overrides[name], "on the command line: ")
         if (line := self.lines.get(name) or _first_inside(name, self.lines)) is not None:
-            return Place(0, line, f"{self.path}:{line}: ")
+            return SourceLocation(0, line, f"{self.path}:{line}: ")
         number = _first_inside(name, self.overrides)
-        return None if number is None else Place(2, number, "on the command line: ")
+        return None if number is None else SourceLocation(2, number, "on the command line: ")
 
 
 def _first_inside(table: str, places: Mapping[str, int]) -> int | None:
@@ -227,8 +227,11 @@ def key_lines(text: str) -> dict[str, int]:
     return lines
 
 
+# From what pydantic says about fields to sentences, and to the settings that have no value for it.
+
+
 @dataclass(frozen=True, slots=True)
-class Mistake:
+class ConfigError:
     """A field that is not in order."""
 
     name: str  # dotted, as the user wrote it
@@ -236,7 +239,7 @@ class Mistake:
     missing: str = ""  # the setting that has no value for it
 
 
-def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: ValidationError) -> Iterator[Mistake]:
+def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: ValidationError) -> Iterator[ConfigError]:
     """Yield each mistake that pydantic found in the `values` of a file."""
     refused: dict[str, tuple[Any, list[str]]] = {}  # a choice of types refuses a value once for each of them
     errors = error.errors(include_url=False)
@@ -248,29 +251,31 @@ def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: Valida
         match problem["type"]:
             case "extra_forbidden":
                 missing = _meant(kind, location, values)
-                yield Mistake(name, f"{name}: no such setting{did_you_mean(kind, location)}", missing)
+                yield ConfigError(name, f"{name}: no such setting{did_you_mean(kind, location)}", missing)
             case "missing" if name in misspelled:
                 pass  # its sentence is that of the misspelled key
             case "missing":
-                yield Mistake(name, f"{name}: required, not set", setting)
+                yield ConfigError(name, f"{name}: required, not set", setting)
             case "value_error":
-                yield Mistake(name, f"{name} = {_toml_like(problem['input'])} {problem['ctx']['error']}", setting)
+                yield ConfigError(name, f"{name} = {_toml_like(problem['input'])} {problem['ctx']['error']}", setting)
             case "too_short" if problem["input"]:
                 pass  # its entries are wrong, and have sentences of their own
             case "too_short" if without_types(kind, location) == location:
-                yield Mistake(name, f"{name} is empty; it needs at least one entry", setting)
+                yield ConfigError(name, f"{name} is empty; it needs at least one entry", setting)
             case "model_type" | "model_attributes_type" | "dict_type":
-                yield Mistake(name, f"{name} = {_toml_like(problem['input'])}: must be a table of settings", setting)
+                yield ConfigError(
+                    name, f"{name} = {_toml_like(problem['input'])}: must be a table of settings", setting
+                )
             case "union_tag_not_found" | "union_tag_invalid":
                 known = ", ".join(tags_at(kind, location))
-                yield Mistake(name, f"{name}.kind: must be one of {known}", setting)
+                yield ConfigError(name, f"{name}.kind: must be one of {known}", setting)
             case _:
                 name = ".".join(map(str, without_tags(kind, without_types(kind, location))))
                 message = (problem["msg"][0].lower() + problem["msg"][1:]).replace("tuple", "list")
                 refused.setdefault(name, (problem["input"], []))[1].append(message)
     for name, (value, messages) in refused.items():
         setting = setting_at(kind, tuple(name.split(".")))
-        yield Mistake(name, f"{name} = {_toml_like(value)}: {' or '.join(messages)}", setting)
+        yield ConfigError(name, f"{name} = {_toml_like(value)}: {' or '.join(messages)}", setting)
 
 
 def _meant(kind: type[Section], location: Location, values: Mapping[str, Any]) -> str:

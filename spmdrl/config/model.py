@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, PathText, Section, idle_settings, rule
+from spmdrl.config.base import Count, PathText, Section, rule, unused_settings
 
 
 class ModelConfig(Section):
@@ -130,4 +130,4 @@ def adapters_have_no_magnitudes(lora: LoraConfig) -> Iterator[str]:
 @rule(LoraConfig)
 def a_directory_says_what_adapters_are(lora: LoraConfig) -> Iterator[str]:
     if lora.path is not None:
-        yield from idle_settings(lora, _FROM_DIRECTORY, f'path = "{lora.path}", whose adapter_config.json says it')
+        yield from unused_settings(lora, _FROM_DIRECTORY, f'path = "{lora.path}", whose adapter_config.json says it')

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import BelowOne, Fraction, NonNegative, PathText, Positive, Section, Whole, idle_settings, rule
+from spmdrl.config.base import (
+    BelowOne,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    PathText,
+    Positive,
+    Section,
+    rule,
+    unused_settings,
+)
 
 NormLimit = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]  # nothing is multiplied by it; 1e30 clips nothing
 
@@ -35,9 +45,9 @@ class OptimConfig(Section):
     """Gradients are scaled down to this global 2-norm."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up; `wsd` stays at the peak, then falls linearly over the last `decay_steps`."""
-    warmup_steps: Whole = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps from 0 to the peak."""
-    decay_steps: Whole = 0
+    decay_steps: NonNegativeInt = 0
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
@@ -50,7 +60,7 @@ class OptimConfig(Section):
 def settings_belong_to_the_optimizer(optim: OptimConfig) -> Iterator[str]:
     used = {"adamw": ["betas", "eps"], "sgd": ["momentum"]}.get(optim.name, ["params"])
     others = [name for name in ("betas", "eps", "momentum", "params") if name not in used]
-    yield from idle_settings(optim, others, f'name = "{optim.name}"')
+    yield from unused_settings(optim, others, f'name = "{optim.name}"')
 
 
 @rule(OptimConfig)
@@ -85,5 +95,5 @@ class CriticConfig(Section):
     """Clip range of a value around its value before the step's updates, in units of the reward; `inf` clips nothing."""
     gae_lambda: Fraction | None = None
     """`gae_lambda` of the returns that the critic learns; 1 makes them the rewards. Unset: `advantage.gae_lambda`."""
-    warmup_steps: Whole = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps at the start in which the critic learns and the policy does not change."""

@@ -241,7 +241,7 @@ def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[s
         )
 
 
-def looks_ahead(correction: CorrectionConfig) -> bool:
+def needs_global_stats(correction: CorrectionConfig) -> bool:
     """True when the correction needs sums over the whole global batch before the update."""
     return correction.batch_normalize or correction.reject != "none" or correction.veto_below is not None
 
@@ -252,4 +252,4 @@ def needs_old_logprobs(
     """True when a step takes a pass for the trainer's log-probabilities before its updates."""
     if correction.old == "rollout":
         return False
-    return num_updates > 1 or looks_ahead(correction) or kl_in_reward or bool(loss.choice)
+    return num_updates > 1 or needs_global_stats(correction) or kl_in_reward or bool(loss.choice)

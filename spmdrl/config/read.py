@@ -10,7 +10,16 @@ from typing import Annotated, Any, Generic
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from spmdrl.config.base import Section, SectionT, fields_only, problems
-from spmdrl.config.errors import Mistake, Place, Places, field_mistakes, is_whole, key_lines, sections_in, setting_at
+from spmdrl.config.errors import (
+    ConfigError,
+    Places,
+    SourceLocation,
+    field_mistakes,
+    is_whole,
+    key_lines,
+    sections_in,
+    setting_at,
+)
 from spmdrl.config.strict import read_bytes, shown, utf8_problem
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import UserError
@@ -25,7 +34,7 @@ class Draft(Generic[SectionT]):
 
     config: SectionT  # reading a setting that is wrong or missing raises MissingSetting
     _places: Places
-    _mistakes: Sequence[tuple[Place, str]]
+    _mistakes: Sequence[tuple[SourceLocation, str]]
 
     def refuse(self, sentences: Iterable[str] = ()) -> None:
         """Raise UserError when there are mistakes, including those in `sentences`.
@@ -69,10 +78,10 @@ def read_draft(kind: type[SectionT], path: str, overrides: Sequence[str]) -> Dra
     text = _read_text(path)
     values = _parse(path, text)
     overrides_of: dict[str, int] = {}
-    found: list[tuple[Place, str]] = []
+    found: list[tuple[SourceLocation, str]] = []
     for number, override in enumerate(overrides):
         if sentence := _override(values, override):
-            found.append((Place(2, number), sentence))
+            found.append((SourceLocation(2, number), sentence))
         else:
             overrides_of[override.partition("=")[0].strip()] = number
     places = Places(kind, path, key_lines(text), overrides_of)
@@ -98,7 +107,7 @@ def read_table(path: str) -> dict[str, Any]:
     return _parse(path, _read_text(path))
 
 
-def _validate(kind: type[SectionT], values: dict[str, Any]) -> tuple[SectionT, list[Mistake]]:
+def _validate(kind: type[SectionT], values: dict[str, Any]) -> tuple[SectionT, list[ConfigError]]:
     """The configuration with the settings that are in order, and the mistakes in the others; no rules are run."""
     mistakes = {mistake.name: mistake for mistake in _beyond_toml(kind, values)}
     with fields_only():
@@ -179,7 +188,7 @@ def _override(values: dict[str, Any], override: str) -> str | None:
     return None
 
 
-def _beyond_toml(kind: type[Section], value: Any, location: tuple[str | int, ...] = ()) -> Iterator[Mistake]:
+def _beyond_toml(kind: type[Section], value: Any, location: tuple[str | int, ...] = ()) -> Iterator[ConfigError]:
     """Yield what Python's reader of TOML lets pass: whole numbers of more than 64 bits, NUL in text."""
     name = ".".join(map(str, location))
     match value:
@@ -189,8 +198,8 @@ def _beyond_toml(kind: type[Section], value: Any, location: tuple[str | int, ...
                 yield from _beyond_toml(kind, inner, (*location, key))
         case int() if not -(2**63) <= value < 2**63:
             sentence = f"{name}: whole numbers have 64 bits, and this one needs {value.bit_length() + 1}"
-            yield Mistake(name, sentence, setting_at(kind, location))
+            yield ConfigError(name, sentence, setting_at(kind, location))
         case str() if problem := utf8_problem(value):
-            yield Mistake(name, f"{name} {problem}", setting_at(kind, location))
+            yield ConfigError(name, f"{name} {problem}", setting_at(kind, location))
         case str() if "\0" in value:
-            yield Mistake(name, f"{name}: text must not hold the character NUL", setting_at(kind, location))
+            yield ConfigError(name, f"{name}: text must not hold the character NUL", setting_at(kind, location))

@@ -10,12 +10,12 @@ from pydantic import Field
 from spmdrl.config.base import (
     Count,
     NonNegative,
+    NonNegativeInt,
     Positive,
     SandboxConfig,
     Seconds,
     Section,
     Weight,
-    Whole,
     is_set,
     rule,
 )
@@ -88,7 +88,7 @@ class RewardConfig(Section):
     """Reward processes of each rank."""
     sandbox: SandboxConfig = SandboxConfig()
     """Permissions of the reward processes."""
-    overlong_tokens: Whole = 0
+    overlong_tokens: NonNegativeInt = 0
     """Training only: the number of tokens before `rollout.max_response_tokens` over which the reward falls linearly, by
     `overlong_penalty` at the limit (DAPO). 0: it does not fall."""
     overlong_penalty: Positive | None = None

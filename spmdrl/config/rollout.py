@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, Fraction, Section, Temperature, Whole, is_set, rule
+from spmdrl.config.base import Count, Fraction, NonNegativeInt, Section, Temperature, is_set, rule
 
 
 class RolloutConfig(Section):
@@ -66,7 +66,7 @@ class RolloutConfig(Section):
     for the slowest; unfinished groups are thrown away, or go on in the next step: see `partial`."""
     partial: bool = False
     """`oversample_fraction` only: unfinished rollouts go on in the next step from the tokens they have."""
-    max_staleness: Whole = 1
+    max_staleness: NonNegativeInt = 1
     """`disaggregated` and `partial` only: most steps between the weights that sampled a token and the weights that it
     updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
     `partial`, a group with older tokens is sampled again from its prompt."""
@@ -143,7 +143,7 @@ class RefitConfig(Section):
     verify: Literal["every", "first"] | Count = "every"
     """Refits after which the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every N-th. A difference stops the run and names the tensors."""
-    probe_prompts: Whole | None = None
+    probe_prompts: NonNegativeInt | None = None
     """Prompts, the same in every step, that each engine also answers. The trainer computes the log-probabilities of the
     answers with the same weights: `refit/probe_...` is the mismatch that remains when nothing is stale. If not set: 2
     where tokens can be stale, else 0, because `mismatch/...` of the step's own rollouts then says the same."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, PathText, Section, Whole, rule
+from spmdrl.config.base import Count, NonNegativeInt, PathText, Section, rule
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 
@@ -38,11 +38,11 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Steps between two checkpoints; the last step saves too. 0: only a run that is asked to stop saves one."""
     keep_last: Count = 2
     """Newest checkpoints to keep. Older ones are removed, except those that the next two settings keep."""
-    keep_every: Whole = 0
+    keep_every: NonNegativeInt = 0
     """Keep the checkpoint of every N-th step for good; 0: of none."""
     keep_best: Annotated[str, Field(pattern="^eval/")] | None = None
     """Keep the checkpoint with the highest value of this evaluation metric, such as `eval/accuracy`, too."""
@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
 class ExportConfig(Section):
     at_end: bool = True
     """Write the final model as a Hugging Face directory, `hf/` in the run's folder."""
-    every: Whole = 0
+    every: NonNegativeInt = 0
     """Also write the model after every N-th step, to `hf-` and the step; 0: only at the end."""
     merged: bool = True
     """With `[lora]`: write the whole model, adapters merged into their base. The adapters alone are written too, to
@@ -77,11 +77,11 @@ class WatchdogConfig(Section):
 
 
 class ReportConfig(Section):
-    samples_per_step: Whole = 4
+    samples_per_step: NonNegativeInt = 4
     """Prompt groups, spread over all ranks, of which each step writes a rollout to samples.jsonl and TensorBoard."""
     whole_groups: bool = False
     """Write all rollouts of these groups, so that the responses to a prompt can be compared."""
-    eval_samples: Whole = 0
+    eval_samples: NonNegativeInt = 0
     """Held-out prompts, the same in every evaluation, whose answers are written to eval_samples.jsonl: one of each, or
     all with `whole_groups`."""
     console: Literal["auto", "live", "plain"] = "auto"

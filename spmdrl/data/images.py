@@ -19,7 +19,7 @@ import PIL.Image
 
 from spmdrl.config.strict import open_file, shown
 from spmdrl.data.image_forms import MAX_IMAGE_BYTES, file_or_path
-from spmdrl.faults.verdict import tell_once_a_node
+from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
 
 # Files of snapshots in a hub's cache, which are links to the blobs of the same repository.
@@ -191,7 +191,7 @@ def _orientation(opened: PIL.Image.Image) -> int:
 @cache
 def _say_unturned() -> None:
     """Say once that there are such images."""
-    tell_once_a_node("warning: there are images whose EXIF cannot be read; they are not turned, whatever it meant")
+    print_once_per_node("warning: there are images whose EXIF cannot be read; they are not turned, whatever it meant")
 
 
 def _in_rgb(image: PIL.Image.Image) -> PIL.Image.Image:

@@ -67,7 +67,7 @@ def _gather_bytes(mesh: DeviceMesh, mine: bytes, size: int) -> list[bytes]:
 
 
 @contextmanager
-def failing_together(mesh: DeviceMesh) -> Iterator[None]:
+def raise_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
     """Raise a UserError or TrainingDiverged of one rank's local work on every rank; the first rank's error wins.
 
     Otherwise the other ranks would wait in the next collective, and report a lost connection in place of the cause.

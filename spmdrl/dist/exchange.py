@@ -25,7 +25,7 @@ class SequenceInfo:
     part: int = 0  # place among the trajectories of its rollout
     num_tokens: int
     num_loss_tokens: int
-    num_read_tokens: int = 0  # those of its `read_spans`
+    num_read_tokens: int = 0  # those of its `observation_spans`
     num_turns: int = 0
     num_images: int = 0
     held_by: int  # rank of the mesh
@@ -55,7 +55,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             *s.place,
             len(s.token_ids),
             sum(s.loss_mask),
-            sum(end - start for start, end in s.read_spans),
+            sum(end - start for start, end in s.observation_spans),
             len(s.turns),
             len(s.images),
             s.reward,

@@ -63,7 +63,7 @@ class Meshes:
         return self.engines.get_coordinate() is not None
 
     @property
-    def speaks_for_data(self) -> bool:
+    def is_data_leader(self) -> bool:
         """True on the first of the ranks that work on the same sequences; it alone reports their metrics."""
         return self.training.get_local_rank() % self.ranks_per_share == 0
 

@@ -141,7 +141,7 @@ def shared_store() -> dist.Store:
 
 
 @contextmanager
-def apart_from_the_run() -> Iterator[None]:
+def outside_default_group() -> Iterator[None]:
     """Let this rank alone create a group, with processes that are not ranks of the run.
 
     torch makes a new NCCL group by splitting the run's communicator when that is bound to a device, and every rank of

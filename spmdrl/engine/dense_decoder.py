@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.engine.torch.adapters import AdapterBank
-from spmdrl.engine.torch.cache import NewestTokens, RestOfRows
+from spmdrl.engine.torch.cache import DecodeTokens, PrefillExtend
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.compiled import serves
@@ -104,7 +104,7 @@ class DenseDecoder:
         tokens: Tensor,
         positions: Tensor,
         longest: int,
-        new: NewestTokens | RestOfRows,
+        new: DecodeTokens | PrefillExtend,
         wanted: Tensor | None = None,
     ) -> Tensor:
         """New tokens [n] at positions [n], below `longest`, give logits [n, V]; or [m, V] of the `wanted` ones [m]."""
@@ -123,10 +123,12 @@ class DenseDecoder:
         head = self._model.get_output_embeddings()
         return linear(kernels.rms_norm(hidden, self._decoder.norm.weight, self._eps)[0], head.weight, head.bias)
 
-    def _attended(self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, new: NewestTokens | RestOfRows) -> Tensor:
+    def _attended(
+        self, qkv: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, new: DecodeTokens | PrefillExtend
+    ) -> Tensor:
         """Rotate and attend: qkv [n, H + 2 K, D], cos and sin [n, D] give [n, H, D]."""
         num_kv_heads = (qkv.shape[1] - self._num_heads) // 2
-        if isinstance(new, NewestTokens) and serves(qkv, *layer.qk_norms, cos, sin):
+        if isinstance(new, DecodeTokens) and serves(qkv, *layer.qk_norms, cos, sin):
             size, seen = (num_kv_heads, self._head_dim), new.seen.through(layer.attention.window)
             cache = new.cells(layer.attention.index, size)
             tables = (layer.qk_norms, cos, sin, self._eps)

@@ -51,7 +51,7 @@ class AdapterOrder:
     digest: str  # of their memory as it was sent
 
 
-class Dismissed(Exception):
+class EndOfRun(Exception):
     """The run ends or stops; sent instead of an order, and raised where it is received."""
 
 

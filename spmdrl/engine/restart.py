@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.engine.protocol import EngineDied
 
 MAX_RESTARTS = 3  # of one piece of work: an error that kills an engine more often will not go away
@@ -37,7 +37,7 @@ class Restarts:
         """
         for attempt in range(MAX_RESTARTS + 1):
             death: EngineDied | None = None
-            with failing_together(self._mesh):
+            with raise_on_all_ranks(self._mesh):
                 try:
                     result = work()
                 except EngineDied as error:

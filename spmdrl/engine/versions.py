@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 
-class LiveVersions:
+class AdapterRefs:
     """Counts the running requests of each version. A version is dead when it is not the newest and none needs it."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LiveVersions:
         """Note that nothing runs any more: what still ran was given up."""
         self._running.clear()
 
-    def take_dead(self, newest: int) -> list[int]:
+    def pop_unused(self, newest: int) -> list[int]:
         """Return the versions that no request needs, oldest first, and forget them."""
         dead = sorted(version for version in self._held if version != newest and not self._running[version])
         self._held.difference_update(dead)

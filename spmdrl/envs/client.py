@@ -11,8 +11,8 @@ from types import TracebackType
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.protocol import Answer, MetricNames
-from spmdrl.envs.session import Held
-from spmdrl.envs.supervisor import Keeper
+from spmdrl.envs.session import EnvSession
+from spmdrl.envs.supervisor import EnvWorkerSupervisor
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
 from spmdrl.workers.process import START_LIMIT_S, all_loaded, process_variables, sandbox_hint
@@ -31,7 +31,7 @@ class EnvironmentClient:
         sweep()
         variables = process_variables(cfg.sandbox)
         names = MetricNames()
-        self._keepers = [Keeper(cfg, variables, names) for _ in range(cfg.num_workers)]
+        self._keepers = [EnvWorkerSupervisor(cfg, variables, names) for _ in range(cfg.num_workers)]
         try:
             starts = [keeper.loaded for keeper in self._keepers]
             *_, loaded = all_loaded(starts, "environment.source", [cfg.source], limit_s=START_LIMIT_S)
@@ -81,7 +81,7 @@ class EnvironmentClient:
             keeper = min(self._keepers, key=lambda keeper: keeper.num_open)
             keeper.num_open += 1
             self._num_opened += 1
-            held = Held(self._num_opened, start, log)
+            held = EnvSession(self._num_opened, start, log)
         return OpenEnvironment(held, keeper, functools.partial(self._release, keeper))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class EnvironmentClient:
         for keeper in self._keepers:
             keeper.join()
 
-    def _release(self, keeper: Keeper) -> None:
+    def _release(self, keeper: EnvWorkerSupervisor) -> None:
         with self._lock:
             keeper.num_open -= 1
 
@@ -99,7 +99,7 @@ class EnvironmentClient:
 class OpenEnvironment:
     """The environment of one episode, asked one thing at a time. Its futures never raise."""
 
-    def __init__(self, held: Held, keeper: Keeper, release: Callable[[], None]) -> None:
+    def __init__(self, held: EnvSession, keeper: EnvWorkerSupervisor, release: Callable[[], None]) -> None:
         """`release` is called once, when it is closed."""
         self._held, self._keeper, self._release = held, keeper, release
         self._is_closed = False

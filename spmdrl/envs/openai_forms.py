@@ -1,4 +1,4 @@
-"""OpenAI's responses: the bodies of `/v1/responses`."""
+"""OpenAI's forms of a call: the bodies of `/v1/chat/completions` and of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,9 @@ def _tool_call(call: Any, names: dict[str, str]) -> dict[str, Any]:
             names[number] = name
             return tool_call_of(name, arguments)
     raise CallError("an assistant's tool_calls must have an id, and a function with name and arguments")
+
+
+# OpenAI's responses: the bodies of `/v1/responses`.
 
 
 # Settings that would change what the response is, and conversations that this server would have to keep.

@@ -1,4 +1,4 @@
-"""One environment as its rank knows it: what it was asked and has answered, and what it is asked now."""
+"""An environment as its rank sees it: the request that its process is at, its clock, and what was answered so far."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_HOLDS = 1000
 
 
 @dataclass(slots=True)
-class Sent:
+class InFlightRequest:
     """A request that the process is at."""
 
-    held: Held
+    held: EnvSession
     closes: bool  # it frees the environment
     deadline: float  # infinite while the clock stands
     left_s: float  # while the clock stands
@@ -45,10 +45,13 @@ class Sent:
             self.deadline = time.monotonic() + self.left_s
 
 
+# One environment as its rank knows it: what it was asked and has answered, and what it is asked now.
+
+
 MAX_IDLE_DEATHS = 3
 
 
-class Held:
+class EnvSession:
     """An environment, which any process can continue: a new one gets the same requests again, up to the present one.
 
     An environment that then answers otherwise has failed. Only the thread that owns the process calls the methods.

@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.config import EnvironmentConfig
 from spmdrl.envs.observations import from_json, max_answer_bytes
 from spmdrl.envs.protocol import Close, EnvironmentFailure, Job, Loaded, MetricNames, Ping
-from spmdrl.envs.session import Held, Sent
+from spmdrl.envs.session import EnvSession, InFlightRequest
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.faults.text import of_error
 from spmdrl.types import UserError
@@ -29,7 +29,7 @@ _READ_BYTES = 2**18
 _THREADS_WITHOUT_SANDBOX = 64
 
 
-class Keeper:
+class EnvWorkerSupervisor:
     """Owns one process and the environments in it.
 
     A request past its time limit ends the process. So may a request: who was in a process that died is asked again,
@@ -42,11 +42,11 @@ class Keeper:
         self._max_line_bytes = max_answer_bytes(cfg.max_observation_characters)
         self._closed = threading.Event()
         self._lock = threading.Lock()  # of the commands, and of `_has_ended`
-        self._commands: list[tuple[Held, Callable[[], None]]] = []
+        self._commands: list[tuple[EnvSession, Callable[[], None]]] = []
         self._has_ended = False
-        self._held: dict[Held, None] = {}  # in the order in which they were opened
-        self._changed: dict[Held, None] = {}  # those that may have a request
-        self._in_flight: dict[int, Sent] = {}
+        self._held: dict[EnvSession, None] = {}  # in the order in which they were opened
+        self._changed: dict[EnvSession, None] = {}  # those that may have a request
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._num_sent = _PING
         self._pinged_until: float | None = None
         self._process: WorkerProcess | None = None
@@ -61,7 +61,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self._thread.start()
 
-    def post(self, held: Held, command: Callable[[], None]) -> None:
+    def post(self, held: EnvSession, command: Callable[[], None]) -> None:
         """Run a method of an environment in the thread of its process; one that has ended fails it."""
         with self._lock:
             if not self._has_ended:
@@ -168,7 +168,7 @@ class Keeper:
         for held in ready:
             self._send(held)
 
-    def _send(self, held: Held) -> None:
+    def _send(self, held: EnvSession) -> None:
         self._num_sent += 1
         request = held.request(self._num_sent)
         try:
@@ -178,7 +178,7 @@ class Keeper:
             return
         held.is_in_process = True
         closes = isinstance(request, Close)
-        self._in_flight[self._num_sent] = Sent(held, closes, time.monotonic() + self._limit_s, self._limit_s)
+        self._in_flight[self._num_sent] = InFlightRequest(held, closes, time.monotonic() + self._limit_s, self._limit_s)
         self._to_send += content
 
     def _wait(self) -> None:
@@ -316,7 +316,7 @@ class Keeper:
         return process
 
 
-def _fail(held: Iterable[Held], failure: EnvironmentFailure) -> None:
+def _fail(held: Iterable[EnvSession], failure: EnvironmentFailure) -> None:
     for each in held:
         each.fail(failure)
 

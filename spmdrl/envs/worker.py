@@ -22,7 +22,7 @@ from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, 
 from spmdrl.faults.text import of_error
 from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
 from spmdrl.workers.program import clear
-from spmdrl.workers.sandbox import Walls, continue_below, enter
+from spmdrl.workers.sandbox import Isolation, continue_below, enter
 
 PROGRAM = program("spmdrl.envs.worker")
 _MODULES = {"class": "user_class"}  # `class` cannot be imported
@@ -48,7 +48,7 @@ def main() -> None:
     asyncio.run(_serve(job, rank, walls))
 
 
-async def _serve(job: Job, rank: socket.socket, walls: Walls) -> None:
+async def _serve(job: Job, rank: socket.socket, walls: Isolation) -> None:
     served = _Environments(job, walls)
     try:
         await served.load()
@@ -75,7 +75,7 @@ class _Environments:
 
     writer: asyncio.StreamWriter
 
-    def __init__(self, job: Job, walls: Walls) -> None:
+    def __init__(self, job: Job, walls: Isolation) -> None:
         self._job, self._walls = job, walls
         self._open: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them

@@ -105,14 +105,14 @@ class Requeue:
         )
 
 
-def bear_any_text() -> None:
+def make_stdio_lenient() -> None:
     """Let the console print what its encoding does not have, by backslashes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def tell_once_a_node(text: str) -> None:
+def print_once_per_node(text: str) -> None:
     """Print to standard error from one rank of each node: one node may lack what another one has."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -1,7 +1,7 @@
 """Corrections of the mismatch between trainer and engine, as configured; the formulas are in `algo/correction.py`.
 
 `step/correction.py` settles everything that depends on the whole global batch before the update; what is left for a
-micro-batch's forward (`weigh`) depends on its own sequences only.
+micro-batch's forward (`importance_weights`) depends on its own sequences only.
 """
 
 from __future__ import annotations
@@ -110,14 +110,16 @@ def _weighting(correction: CorrectionConfig) -> _Weighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class ImportanceWeights:
     """Factors of a micro-batch's policy loss, and metrics of them."""
 
     weights: Tensor  # [T] float32, no grad, factors of the per-token policy loss; 0 where a token is not trained on
     means: dict[str, Tensor]  # per-token values [T], to be averaged over loss tokens; none without a correction
 
 
-def weigh(mismatch: Tensor, logprobs: Tensor, micro_batch: MicroBatch, correction: CorrectionConfig) -> Weighed:
+def importance_weights(
+    mismatch: Tensor, logprobs: Tensor, micro_batch: MicroBatch, correction: CorrectionConfig
+) -> ImportanceWeights:
     """Compute weights and masks from mismatches [T] and the policy's current logprobs [T]."""
     mask, cu_seqlens = micro_batch.loss_mask, micro_batch.cu_seqlens
     weights = torch.ones_like(mismatch, dtype=torch.float64)
@@ -144,7 +146,7 @@ def weigh(mismatch: Tensor, logprobs: Tensor, micro_batch: MicroBatch, correctio
         )
         weights = torch.where(off_policy, 0.0, weights)
         means["correction/off_policy_fraction"] = off_policy.float()
-    return Weighed(weights.float(), means)
+    return ImportanceWeights(weights.float(), means)
 
 
 def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:

@@ -32,7 +32,7 @@ MISMATCH = "mismatch/max_abs_nats"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class UpdateGuards:
     """Limits on the metrics of an update, merged over all ranks."""
 
     mesh: DeviceMesh
@@ -43,7 +43,7 @@ class Limits:
     stop_kl_nats: float | None = None
 
     @classmethod
-    def of(cls, cfg: Config, mesh: DeviceMesh) -> Limits | None:
+    def of(cls, cfg: Config, mesh: DeviceMesh) -> UpdateGuards | None:
         """Return the limits that are set, over the ranks that train; None when there are none."""
         limits = cls(
             mesh=mesh,
@@ -127,7 +127,7 @@ class Learner:
     optim: OptimConfig
     objective: ObjectiveFunction
     num_updates: int  # optimizer steps of the whole run
-    limits: Limits | None = None
+    limits: UpdateGuards | None = None
     area: str = "update"  # the first part of its metrics' names
     frozen_steps: int = 0  # at the start, in which it learns nothing
     coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
@@ -141,7 +141,7 @@ class Learner:
         *,
         num_updates: int,
         dtype: torch.dtype,
-        limits: Limits | None = None,
+        limits: UpdateGuards | None = None,
         area: str = "update",
         frozen_steps: int = 0,
         coefficients: dict[str, float] | None = None,
@@ -186,7 +186,7 @@ def start_learners(
             PolicyObjective(cfg.loss, coefficients, cfg.correction, cfg.mismatch),
             num_updates=plan.num_updates,
             dtype=dtype,
-            limits=Limits.of(cfg, meshes.training),
+            limits=UpdateGuards.of(cfg, meshes.training),
             frozen_steps=cfg.critic.warmup_steps,
             coefficients=coefficients,  # the objective sees how they change
         )

@@ -15,7 +15,7 @@ from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.losses import PolicyLoss, clipped_value_loss, mismatch, sft_loss, weighted_sum
 from spmdrl.config import Config, CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.learn.coefficients import ENTROPY
-from spmdrl.learn.correction import mismatch_means, weigh
+from spmdrl.learn.correction import importance_weights, mismatch_means
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch, TurnSpan, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
@@ -87,7 +87,7 @@ def _users_loss(
 
 def policy_loss_problems(cfg: Config) -> Iterator[str]:
     """Try a loss of the user's on five tokens, and yield a sentence for what is wrong with it."""
-    if not cfg.loss.is_users:
+    if not cfg.loss.is_custom:
         return
     setting = f'loss.kind = "{cfg.loss.kind}"'
     try:
@@ -182,7 +182,7 @@ class PolicyObjective:
         # What the ratio calls old may be the engine's; the mismatch is always between trainer and engine.
         trainers = now if self._correction.old == "rollout" else old
         drift = mismatch(trainers, micro_batch.rollout_logprobs, mask)
-        weighed = weigh(drift.mismatch, now, micro_batch, self._correction)
+        weighed = importance_weights(drift.mismatch, now, micro_batch, self._correction)
         per_token = policy.per_token * weighed.weights
         means = {
             "update/clip_fraction": policy.clipped.float(),

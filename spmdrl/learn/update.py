@@ -54,7 +54,7 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
             parts.append(result.metrics)
         if learner.limits and learner.limits.stop_kl_nats is not None:
             parts.append({f"{learner.area}/left_out_fraction": Mean(float(beyond_kl_limit), 1.0)})
-    return merge_all(parts) if meshes.speaks_for_data else {}
+    return merge_all(parts) if meshes.is_data_leader else {}
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) ->
             parts.append(_reduced(learner.objective(learner.model(micro_batch), on_device), on_device))
         metrics += fetched(parts)
     reshard(learner.model)  # the critic is updated next, and needs the memory
-    return merge_all(metrics) if meshes.speaks_for_data else {}
+    return merge_all(metrics) if meshes.is_data_leader else {}
 
 
 @dataclass(frozen=True, slots=True)

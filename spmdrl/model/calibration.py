@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 
 from spmdrl.config.strict import read_json, shown
-from spmdrl.faults.verdict import tell_once_a_node
+from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
 from spmdrl.model.processor import limits, processor_name
 from spmdrl.model.user_cache import users_cache
@@ -145,7 +145,7 @@ def _read(path: Path) -> dict[str, Any]:
         why = str(error)
     except ValueError as error:
         why = f"{shown(path)}: {error}"
-    tell_once_a_node(f"{why}; which kernels are fastest is measured again")
+    print_once_per_node(f"{why}; which kernels are fastest is measured again")
     return {}
 
 
@@ -155,6 +155,6 @@ def _write(path: Path, remembered: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, (json.dumps(remembered, indent=1) + "\n").encode())
     except OSError as error:
-        tell_once_a_node(
+        print_once_per_node(
             f"{shown(path)} cannot be written: {error.strerror}; the next run measures again which kernels are fastest"
         )

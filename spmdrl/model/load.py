@@ -38,7 +38,7 @@ from spmdrl.model.lora.quantized import QuantizedLinear, quantize_linears
 from spmdrl.model.operators import operators_of
 from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_problems
 from spmdrl.model.policy import Critic, PackedModel, Policy
-from spmdrl.model.recurrent import recurrent_context_problems, restart_at_every_sequence
+from spmdrl.model.recurrent import recurrent_context_problems, reset_state_per_sequence
 from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
 from spmdrl.model.split import split_model, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
@@ -251,7 +251,7 @@ def _load(
         if cfg.attention == "auto" and chosen == "varlen":
             chosen = "flash_attn_2" if is_for_ring_attention(model, meshes) else fastest_varlen(model)
         policy = build(model, chosen)
-        restart_at_every_sequence(model, meshes.cp if meshes.cp.size() > 1 else None)
+        reset_state_per_sequence(model, meshes.cp if meshes.cp.size() > 1 else None)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         split_model(model, meshes)
         operators = operators_of(chosen)
@@ -280,7 +280,7 @@ def _load(
             f"requires; the first is {name}: {held} instead of {wanted}"
         )
     (policy,) = built
-    own_memory(policy, torch.device("cpu") if offload else device)
+    materialize_shards(policy, torch.device("cpu") if offload else device)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
     if cfg.gradient_checkpointing != "none" and not waits:
         checkpoint_layers(
@@ -340,7 +340,7 @@ def _from_pretrained(
 
 
 @torch.no_grad()
-def own_memory(policy: PackedModel, device: torch.device) -> None:
+def materialize_shards(policy: PackedModel, device: torch.device) -> None:
     """Copy every shard into new memory on `device`, and quantize what is kept in few bits.
 
     safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone

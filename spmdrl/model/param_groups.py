@@ -1,4 +1,4 @@
-"""The part of a model that is not trained: its tower for images, or what `model.freeze` names."""
+"""Groups of parameters by patterns of their names: those with a learning rate of their own, and those not trained."""
 
 from __future__ import annotations
 
@@ -67,6 +67,9 @@ def rate_problems(model: PreTrainedModel, patterns: Iterable[str], freeze: Seque
     for first, second in dict.fromkeys((by[0], by[1]) for by in found.values() if len(by) > 1):
         (name, *_) = (name for name, by in found.items() if by[:2] == [first, second])
         yield f'optim.rates has two rates for {name}, of "{first}" and of "{second}"; name each parameter once'
+
+
+# The part of a model that is not trained: its tower for images, or what `model.freeze` names.
 
 
 def frozen_patterns(model: PreTrainedModel, freeze: Sequence[str] | None) -> tuple[str, ...]:

@@ -227,7 +227,7 @@ _MIXERS: dict[str, type[_GatedDeltaNet]] = {
 }
 
 
-def restart_at_every_sequence(model: nn.Module, context: DeviceMesh | None = None) -> None:
+def reset_state_per_sequence(model: nn.Module, context: DeviceMesh | None = None) -> None:
     """Make the model's recurrent layers restart at every sequence. Call it before the model is sharded.
 
     `context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone.
@@ -239,7 +239,7 @@ def restart_at_every_sequence(model: nn.Module, context: DeviceMesh | None = Non
 
 
 def restartable_layers(model: nn.Module) -> int:
-    """Count the layers that `restart_at_every_sequence` can change."""
+    """Count the layers that `reset_state_per_sequence` can change."""
     return sum(type(module).__name__ in _MIXERS for module in model.modules())
 
 

@@ -1,4 +1,4 @@
-"""Checks of what a model that looks at images can be trained with."""
+"""Checks of what a run would start: its environment, and a model that sees images."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ def environment_problems(
     answers = "tool" if tools else "user"
     encoder = TurnEncoder(tokenizer, chat_template=cfg.data.chat_template, tools=tools, stop_token_ids=stop_token_ids)
     yield from encoder.problems({*(roles & {"system"}), answers}, history=cfg.environment.history)
+
+
+# Checks of what a model that looks at images can be trained with.
 
 
 def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]:

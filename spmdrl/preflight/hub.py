@@ -17,7 +17,7 @@ from typing import Any
 
 from spmdrl.config import FileData, MissingSetting, Section, SectionT
 from spmdrl.config.strict import shown
-from spmdrl.faults.verdict import tell_once_a_node
+from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
 
 PREFIX = "hf:"
@@ -132,7 +132,7 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
         if damaged and not download:
             raise NotInCache("; ".join(f"{shown(file)} is damaged: {why}" for file, why in damaged.items()))
         for file, why in damaged.items():
-            tell_once_a_node(f"{shown(file)} is damaged: {why}; it is fetched again")
+            print_once_per_node(f"{shown(file)} is damaged: {why}; it is fetched again")
             file.resolve().unlink(missing_ok=True)  # the blob that the file is a link to
             file.unlink(missing_ok=True)
         found = Path(ask()) if damaged else found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tomlkit
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.checkpoint import ResumePoint, foresee_resume_point
+from spmdrl.checkpoint import ResumePoint, preview_resume_point
 from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import Config, MissingSetting, SftConfig, read_draft
 from spmdrl.config.read import read_fields
@@ -22,7 +22,13 @@ from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in, no_room
 from spmdrl.faults.supervise import die_with_parent
 from spmdrl.faults.text import OUTPUT, Parser, say
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, bear_any_text, list_problems, tell_once_a_node
+from spmdrl.faults.verdict import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    list_problems,
+    make_stdio_lenient,
+    print_once_per_node,
+)
 from spmdrl.preflight.checks import decoded_lines
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
@@ -44,7 +50,7 @@ def run_from_command_line(
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which torchrun's agent has started
         die_with_parent()
     arguments = _parse(argv)
-    bear_any_text()
+    make_stdio_lenient()
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
         require_launch_environment()
@@ -60,7 +66,7 @@ def run_from_command_line(
         # Only the first start may refuse a folder that holds a run: ranks that are started again find their own.
         folder = RunFolder.of(cfg.run.dir, cfg.run.name, "auto" if are_restarted() else cfg.resume.checkpoint)
         if arguments.dry_run:
-            origin = foresee_resume_point(cfg, folder.checkpoints)
+            origin = preview_resume_point(cfg, folder.checkpoints)
             _print_dry_run(cfg, inputs, folder, origin, [*check(cfg, inputs), *decoded_lines(cfg, inputs)])
             return 0
         with open_launch(cfg, inputs, folder.create()) as run:
@@ -76,13 +82,13 @@ def run_from_command_line(
             return failure.exit_code
         # It came before the ranks had met, or on the way to that: each speaks for itself.
         if isinstance(error, UserError):
-            tell_once_a_node(list_problems("cannot start", str(error)))
+            print_once_per_node(list_problems("cannot start", str(error)))
             return EXIT_USER_ERROR
         if sentence := no_room(error):
-            tell_once_a_node(list_problems("cannot go on", sentence))
+            print_once_per_node(list_problems("cannot go on", sentence))
             return EXIT_USER_ERROR
         if isinstance(error, OSError) and error.filename is not None:  # of a folder or a file that a setting names
-            tell_once_a_node(list_problems("cannot start", f"{shown(error.filename)}: {error.strerror}"))
+            print_once_per_node(list_problems("cannot start", f"{shown(error.filename)}: {error.strerror}"))
             return EXIT_USER_ERROR
         raise
     return 0

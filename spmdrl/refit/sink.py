@@ -32,9 +32,9 @@ class AdapterVersion:
     def scale(self) -> float:
         """The factor of B A."""
         about = self.config
-        from spmdrl.model.lora.adapters import Strength  # an engine without adapters needs no more than this file
+        from spmdrl.model.lora.adapters import LoraScaling  # an engine without adapters needs no more than this file
 
-        return Strength(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
+        return LoraScaling(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
 
 
 class WeightSink(Protocol):

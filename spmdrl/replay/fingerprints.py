@@ -22,7 +22,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.model.weight_files import write_tensors
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.files import as_bytes, disk_errors_explained, from_bytes, read_header, read_tensors
-from spmdrl.types import FILLING, MiniBatch, Place
+from spmdrl.types import PADDING_INDEX, MiniBatch, Place
 
 NUM_PROJECTIONS = 8
 _BITS = 24  # random bits in one value of `uniform`
@@ -161,7 +161,7 @@ def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[Place, Tensor]:
         seqlens = micro_batch.seqlens
         masks, values = micro_batch.loss_mask.split(seqlens), micro_batch.advantages.split(seqlens)
         for place, mask, value in zip(micro_batch.places, masks, values, strict=True):
-            if place[0] != FILLING:
+            if place[0] != PADDING_INDEX:
                 advantages[place] = value[mask]
     return advantages
 

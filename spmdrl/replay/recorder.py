@@ -16,7 +16,7 @@ from spmdrl.algo.metrics import Metrics
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
 from spmdrl.config.strict import as_written
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.learn.learner import POLICY, Learner
 from spmdrl.model.policy import PackedModel, TokenLogprobs
 from spmdrl.model.weight_files import write_tensors
@@ -24,7 +24,7 @@ from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.files import Recording, disk_errors_explained, folder_of, read_tensors, write
 from spmdrl.run import Launch
-from spmdrl.types import FILLING, MicroBatch, MiniBatch
+from spmdrl.types import PADDING_INDEX, MicroBatch, MiniBatch
 
 # The trainer's log-probabilities of a step's tokens, kept beside its rollouts: what the mismatch compares with.
 #
@@ -57,7 +57,7 @@ class LogprobHook:
             seqlens = micro_batch.seqlens
             tokens, values = micro_batch.token_ids.split(seqlens), logprobs.split(seqlens)
             for index, token_ids, value in zip(micro_batch.sequence_index, tokens, values, strict=True):
-                if index != FILLING:
+                if index != PADDING_INDEX:
                     found[index, tuple(token_ids.tolist())] = value
         return found
 
@@ -141,7 +141,7 @@ class Recorder:
         `updated` are their metrics."""
         fingerprint, logprobs = self._hooks.take(mini_batches, updated), self._logprobs.take(mini_batches)
         rank = self._mesh.get_local_rank()
-        with failing_together(self._mesh):
+        with raise_on_all_ranks(self._mesh):
             fingerprint.write(_path(self._folder, step, rank))
             write_trainer_logprobs(self._folder, step, rank, logprobs)
 

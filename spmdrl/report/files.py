@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from spmdrl.config.base import MOST
+from spmdrl.config.base import INT32_MAX
 from spmdrl.config.strict import Malformed, about, conform, parse_own_json, read_bytes, shown
 from spmdrl.types import UserError
 
@@ -139,7 +139,7 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
         end += len(line) + 1
         try:
             row = parse_own_json(line)
-            if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= MOST:
+            if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= INT32_MAX:
                 raise Malformed("is no object with a step")
         except Malformed as error:
             raise UserError(f"{shown(path)}: line {number} {error}; remove that line to go on") from error

@@ -25,7 +25,7 @@ WINDOW = 5  # reports: the fewest whose median says something
 MIN_STEPS = 20  # so that the early and the late part are apart
 SPIKE_MEMORY = 20  # steps before a spike that it is compared with
 
-Look = Callable[[History], str | None]
+Check = Callable[[History], str | None]
 """Looks at a run; returns what it saw, in numbers and steps, or None where nothing is wrong."""
 
 
@@ -34,7 +34,7 @@ class Rule:
     """A way in which a run goes wrong, how it shows, and what helps."""
 
     name: str
-    look: Look
+    look: Check
     why: str
     remedy: str
     page: str  # of docs/
@@ -81,7 +81,7 @@ def _change(name: str, series: Series, before: float, now: float) -> str:
     )
 
 
-def above(name: str, limit: float) -> Look:
+def above(name: str, limit: float) -> Check:
     """Looks whether a scalar stays above a limit."""
 
     def look(run: History) -> str | None:
@@ -96,7 +96,7 @@ def above(name: str, limit: float) -> Look:
     return look
 
 
-def below(name: str, limit: float) -> Look:
+def below(name: str, limit: float) -> Check:
     """Looks whether a scalar stays below a limit."""
 
     def look(run: History) -> str | None:
@@ -111,7 +111,7 @@ def below(name: str, limit: float) -> Look:
     return look
 
 
-def grown(name: str, factor: float, *, floor: float = 0.0) -> Look:
+def grown(name: str, factor: float, *, floor: float = 0.0) -> Check:
     """Looks whether a scalar has grown by a factor, and beyond `floor`, under which its size does not matter."""
 
     def look(run: History) -> str | None:
@@ -123,7 +123,7 @@ def grown(name: str, factor: float, *, floor: float = 0.0) -> Look:
     return look
 
 
-def shrunk(name: str, fraction: float) -> Look:
+def shrunk(name: str, fraction: float) -> Check:
     """Looks whether a scalar has fallen below a fraction of what it was."""
 
     def look(run: History) -> str | None:
@@ -135,7 +135,7 @@ def shrunk(name: str, fraction: float) -> Look:
     return look
 
 
-def counted(name: str) -> Look:
+def counted(name: str) -> Check:
     """Looks whether something that should not happen has happened."""
 
     def look(run: History) -> str | None:
@@ -149,7 +149,7 @@ def counted(name: str) -> Look:
     return look
 
 
-def spikes(name: str, factor: float) -> Look:
+def spikes(name: str, factor: float) -> Check:
     """Looks for values that are a multiple of the median of the `SPIKE_MEMORY` before them."""
 
     def look(run: History) -> str | None:
@@ -170,7 +170,7 @@ def spikes(name: str, factor: float) -> Look:
     return look
 
 
-def unmoved(name: str) -> Look:
+def unmoved(name: str) -> Check:
     """Looks whether a scalar has been the same number from the first report to the last."""
 
     def look(run: History) -> str | None:
@@ -191,7 +191,7 @@ def written_as_null(run: History) -> str | None:
     return None
 
 
-def any_of(prefix: str, suffix: str, look: Callable[[str], Look]) -> Look:
+def any_of(prefix: str, suffix: str, look: Callable[[str], Check]) -> Check:
     """Looks in the same way at all scalars whose names begin and end so; returns the first thing seen."""
 
     def each(run: History) -> str | None:
@@ -200,7 +200,7 @@ def any_of(prefix: str, suffix: str, look: Callable[[str], Look]) -> Look:
     return each
 
 
-def without(look: Look, excuse: Callable[[History], bool]) -> Look:
+def without(look: Check, excuse: Callable[[History], bool]) -> Check:
     """Looks only where there is no excuse."""
     return lambda run: None if excuse(run) else look(run)
 
@@ -221,7 +221,7 @@ def _scatter(series: Series) -> float:
     return float(np.std(np.diff(series.values)) / np.sqrt(2))
 
 
-def young(run: History) -> bool:
+def too_short(run: History) -> bool:
     """True for a run that has only begun."""
     return run.last_step < MIN_STEPS
 
@@ -237,7 +237,7 @@ def nothing_left(run: History) -> bool:
     return reward_rose(run) or mostly_right(run)
 
 
-def fell_back(run: History) -> str | None:
+def reward_regressed(run: History) -> str | None:
     """Looks whether the reward has lost more than half of what it had won."""
     reward = run["reward/mean"].finite()
     if len(reward) < MIN_STEPS:
@@ -312,7 +312,7 @@ RULES = (
     ),
     Rule(
         name="the reward fell back",
-        look=fell_back,
+        look=reward_regressed,
         why="the policy was better before, and the run goes on from a worse one",
         remedy="go back to an earlier checkpoint (resume.checkpoint) with a lower optim.lr or a higher loss.kl_coef; "
         "keep the best one with checkpoint.keep_best",
@@ -396,7 +396,7 @@ RULES = (
     Rule(
         # A critic below 0 predicts worse than a constant would. One that has not learned yet may be there.
         name="the critic explains nothing",
-        look=without(below("critic/explained_variance", 0.0), young),
+        look=without(below("critic/explained_variance", 0.0), too_short),
         why="its values are noise in every advantage",
         remedy="raise critic.lr or critic.warmup_steps, or use an estimator that needs no critic",
         page="losses.md#ppo-with-a-critic",

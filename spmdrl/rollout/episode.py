@@ -70,7 +70,7 @@ def restore_rollout(rollout: Rollout, images: ImageIntake) -> None:
 
 Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
-NOT_BEGUN = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
+EMPTY_RESPONSE = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
 
 def start_of(prompt: Prompt, run_seed: int) -> EpisodeStart:
@@ -85,7 +85,7 @@ def start_of(prompt: Prompt, run_seed: int) -> EpisodeStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class EnvContext:
     """The parts that the episodes of a run share: environments, and the translation between these and the policy."""
 
     cfg: EnvironmentConfig
@@ -113,17 +113,17 @@ class Episode:
     sample_index: int
     seed: int
     sampling: Sampling
-    world: World | None = None  # None: the episode is one response
+    world: EnvContext | None = None  # None: the episode is one response
     is_baseline: bool = False
 
     trajectories: tuple[tuple[Turn, ...], ...] = ((),)  # the last one grows
     context_ids: tuple[int, ...] | None = None  # what the next response answers; None while that is not known
     context_images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
-    response: Response = NOT_BEGUN  # the one that is being sampled, as far as it is there
+    response: Response = EMPTY_RESPONSE  # the one that is being sampled, as far as it is there
     greeting: Observation | None = None
     end: EpisodeEnd = "abort"
     failure: str | None = None
-    awaited: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
+    env_future: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
     _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
     _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
@@ -151,10 +151,10 @@ class Episode:
             self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
         elif self._environment is None:
             self._environment = self.world.open(self)
-        if self._environment is None or self.awaited is not None:
+        if self._environment is None or self.env_future is not None:
             return
         if self.greeting is None:
-            self.awaited = self._environment.reset()
+            self.env_future = self._environment.reset()
         elif self.response.finish_reason != "abort":
             self._act()
 
@@ -176,7 +176,7 @@ class Episode:
             top_p=self.sampling.top_p,
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
-            goes_on_after=self._goes_on_after,
+            cache_on_finish=self._goes_on_after,
         )
 
     def add(self, sampled: Response) -> None:
@@ -193,8 +193,8 @@ class Episode:
 
     def take_answer(self) -> None:
         """Take the environment's answer, which is there."""
-        assert self.awaited is not None and self.world is not None
-        answer, self.awaited = self.awaited.result(), None
+        assert self.env_future is not None and self.world is not None
+        answer, self.env_future = self.env_future.result(), None
         if isinstance(answer, EnvironmentFailure):
             self._fail(answer)
             return
@@ -250,7 +250,7 @@ class Episode:
     def _act(self) -> None:
         assert self._environment is not None
         self._action = self._read_response()
-        self.awaited = self._environment.step(self._action)
+        self.env_future = self._environment.step(self._action)
 
     def _read_response(self) -> Action:
         """Read the response as its environment does."""
@@ -418,7 +418,7 @@ class Episode:
             images=self.context_images,
         )
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
-        self.context_ids, self.context_images, self.response, self._action = None, (), NOT_BEGUN, None
+        self.context_ids, self.context_images, self.response, self._action = None, (), EMPTY_RESPONSE, None
 
     def _fail(self, failure: EnvironmentFailure) -> None:
         if self.context_ids is not None:  # the policy has acted, and that is kept
@@ -431,4 +431,6 @@ class Episode:
         self.close()
 
 
-_EMPTY = dataclasses.replace(NOT_BEGUN, finish_reason="length")  # of an episode that ended before its first response
+_EMPTY = dataclasses.replace(
+    EMPTY_RESPONSE, finish_reason="length"
+)  # of an episode that ended before its first response

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config, EvalConfig
 from spmdrl.config.plan import Plan
 from spmdrl.config.strict import as_written, parse_own_json
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.model.weight_files import write_tensors
 from spmdrl.rewards.client import Rewarded, known_reward
 from spmdrl.rollout.collect import Collected
@@ -75,13 +75,13 @@ def write(folder: Path, recording: Recording, mesh: DeviceMesh, *, keep_last: in
     final = folder_of(folder, recording.step)
     unfinished = final.with_suffix(".unfinished")
     is_first = mesh.get_local_rank() == 0
-    with failing_together(mesh), disk_errors_explained(final):
+    with raise_on_all_ranks(mesh), disk_errors_explained(final):
         if is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    with failing_together(mesh), disk_errors_explained(final):
+    with raise_on_all_ranks(mesh), disk_errors_explained(final):
         write_part(_part_of(unfinished, mesh.get_local_rank()), recording)
-    with failing_together(mesh), disk_errors_explained(final):
+    with raise_on_all_ranks(mesh), disk_errors_explained(final):
         if is_first:
             shutil.rmtree(final, ignore_errors=True)
             unfinished.rename(final)
@@ -332,7 +332,7 @@ class RecordedSampler(Sampler):
 
     def collect(self, step: int) -> Collected:
         """Read the step, with the rewards that were recorded. There are no answers to the probe."""
-        with failing_together(self._mesh):
+        with raise_on_all_ranks(self._mesh):
             parts = read_parts(self._folder, step, index=self._mesh.get_local_rank(), count=self._mesh.size())
             for part in parts:
                 _refuse_other_rollouts(part, self._cfg, self._plan)
@@ -340,7 +340,7 @@ class RecordedSampler(Sampler):
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Raises UserError when a later step was not recorded."""
-        with failing_together(self._mesh):
+        with raise_on_all_ranks(self._mesh):
             missing = set(range(step + 1, self._plan.num_steps + 1)) - set(recorded_steps(self._folder))
             if missing:
                 shorter = f"set num_steps to {min(missing) - 1}, or " if min(missing) > step + 1 else ""

@@ -12,7 +12,7 @@ from typing import Any
 from spmdrl.algo.seeds import rollout_seed
 from spmdrl.conversation import Action, Observation, ToolCall
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import ImageSpan, Prompt, Response, RewardOutcome, Span, Turn
 
@@ -124,7 +124,7 @@ class PromptGroup:
         cls,
         prompt: Prompt,
         sampling: Sampling,
-        world: World | None,
+        world: EnvContext | None,
         *,
         step: int,
         run_seed: int,
@@ -214,7 +214,7 @@ class PromptGroup:
 
     @classmethod
     def from_json(
-        cls, saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling, world: World | None
+        cls, saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling, world: EnvContext | None
     ) -> PromptGroup:
         """Restore a saved group; the prompt itself comes from the stream again."""
         episodes = _episodes(prompt, sampling, world, saved["seeds"])
@@ -231,7 +231,7 @@ class PromptGroup:
         return self.pending[index][1].result().reward
 
 
-def _episodes(prompt: Prompt, sampling: Sampling, world: World | None, seeds: list[int]) -> list[Episode]:
+def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seeds: list[int]) -> list[Episode]:
     """Make the episodes of a group, by sample_index; what is beyond the group's size is greedy."""
     return [
         Episode(

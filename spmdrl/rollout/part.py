@@ -20,7 +20,7 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import POLL_S, Restore, Scheduler
@@ -89,7 +89,7 @@ class GroupSource:
     sampling: Sampling
     run_seed: int
     submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
-    world: World | None = None  # of episodes with an environment
+    world: EnvContext | None = None  # of episodes with an environment
     restore: Restore | None = None  # called with the prompt of each request; None where there are no images
 
 

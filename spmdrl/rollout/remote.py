@@ -10,7 +10,7 @@ from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import Link
-from spmdrl.engine.remote import HELD_OUT, ORDERS, PROBES, ROLLOUTS, Dismissed, Shutdown
+from spmdrl.engine.remote import HELD_OUT, ORDERS, PROBES, ROLLOUTS, EndOfRun, Shutdown
 from spmdrl.faults.watch import StopRequest
 from spmdrl.rewards.client import Pending, Rewarded, known_reward
 from spmdrl.rollout.collect import Collected
@@ -19,7 +19,7 @@ from spmdrl.run import Launch
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class RolloutShard:
     """One engine's part of a step, for one rank that trains."""
 
     outcomes: list[Rewarded]  # whole groups, in order
@@ -52,7 +52,7 @@ class RemoteSampler(Sampler):
 
     def collect(self, step: int) -> Collected:
         """Wait until the engines have sampled the step."""
-        parts: list[Delivery] = [self._rollouts.receive(source=rank) for rank in self._leaders]
+        parts: list[RolloutShard] = [self._rollouts.receive(source=rank) for rank in self._leaders]
         self._states = {step - 1: self._states[step - 1], step: parts[0].state}
         self._watch.request_stop(parts[0].stop_request)
         for message in parts[0].messages:
@@ -81,7 +81,7 @@ class RemoteSampler(Sampler):
     def dismiss(self) -> None:
         """Receive what the engines have sampled ahead, so that they can end."""
         for rank in self._engines if self._sends_orders else ():
-            self._orders.send(Dismissed(), to=rank)
+            self._orders.send(EndOfRun(), to=rank)
         for link in (self._rollouts, self._probes, self._held_out):
             for rank in self._leaders:
                 while not isinstance(link.receive(source=rank), Shutdown):

@@ -14,7 +14,7 @@ from spmdrl.engine.restart import Restarts
 from spmdrl.envs.open import open_environments
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, training_sampling
 from spmdrl.rollout.scheduler import Restore, sample
@@ -134,7 +134,7 @@ class LocalSampler(Sampler):
         self._collector.restore(saved, step=step)
 
 
-def _open_world(run: Launch[Config]) -> World | None:
+def _open_world(run: Launch[Config]) -> EnvContext | None:
     if run.cfg.environment is None:
         return None
     client = run.enter(open_environments(run.cfg.environment))

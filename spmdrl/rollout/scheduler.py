@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import Prompt, Request, Rollout
@@ -63,7 +63,7 @@ class Scheduler:
             episode.add(response)
             if episode.is_finished:
                 finished(episode)
-            elif episode.awaited is not None:
+            elif episode.env_future is not None:
                 self._wait_for(episode)
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
                     self._wait(wait)
             elif episode.is_finished:
                 finished(episode)
-            elif episode.awaited is not None:
+            elif episode.env_future is not None:
                 self._wait_for(episode)
             else:
                 self._requested.append(episode)
@@ -133,7 +133,7 @@ def sample(
     engine: RolloutEngine,
     prompts: Iterable[Prompt],
     sampling: Sampling,
-    world: World | None,
+    world: EnvContext | None,
     each: Callable[[Rollout], T],
     *,
     run_seed: int,
@@ -161,8 +161,8 @@ def sample(
 
 
 def _awaited(episode: Episode) -> Future[Any]:
-    assert episode.awaited is not None
-    return episode.awaited
+    assert episode.env_future is not None
+    return episode.env_future
 
 
 def _wait(futures: Collection[Future[Any]]) -> None:

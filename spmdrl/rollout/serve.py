@@ -32,7 +32,7 @@ from spmdrl.engine.remote import (
     REPLIES,
     ROLLOUTS,
     AdapterOrder,
-    Dismissed,
+    EndOfRun,
     RefitOrder,
     Shutdown,
     expected_by,
@@ -45,7 +45,7 @@ from spmdrl.refit.refit import require_equal
 from spmdrl.report.report import drop_metrics
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.remote import Delivery
+from spmdrl.rollout.remote import RolloutShard
 from spmdrl.rollout.sampler import LocalSampler
 from spmdrl.run import Launch
 from spmdrl.types import Rollout, TrainingDiverged, UserError
@@ -99,7 +99,7 @@ def serve(run: Launch[Config]) -> None:
             # The state goes along with every step: the ranks that train may stop, and save, after any.
             deliver.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
-        while True:  # until the next order is `Dismissed`
+        while True:  # until the next order is `EndOfRun`
             refit()
 
 
@@ -120,7 +120,7 @@ class _Weights:
         return gather_objects(self._meshes.engines, mine)[0]
 
     def receive(self) -> None:
-        """Wait for the next refit and receive it. Raises Dismissed when there will be none."""
+        """Wait for the next refit and receive it. Raises EndOfRun when there will be none."""
         order = self._next_order()
         if isinstance(order, RefitOrder):
             self._receive_weights(order)
@@ -131,8 +131,8 @@ class _Weights:
         self._take_adapters(order)
 
     def _next_order(self) -> RefitOrder | AdapterOrder:
-        order: RefitOrder | AdapterOrder | Dismissed = self._orders.receive(source=FIRST)
-        if isinstance(order, Dismissed):
+        order: RefitOrder | AdapterOrder | EndOfRun = self._orders.receive(source=FIRST)
+        if isinstance(order, EndOfRun):
             raise order
         return order
 
@@ -201,7 +201,7 @@ class _Deliveries:
         """Send the rollouts of a step."""
         for rank in self._receivers:
             is_first = rank == FIRST
-            delivery = Delivery(
+            delivery = RolloutShard(
                 outcomes=[
                     (rollout, outcome)
                     for rollout, outcome in outcomes
@@ -233,7 +233,7 @@ class _Deliveries:
         """When the ranks that train end the run, send a last value on every channel."""
         try:
             yield
-        except Dismissed:
+        except EndOfRun:
             for rank in self._receivers:
                 for link in (self._rollouts, self._probes, self._held_out):
                     link.send(Shutdown(), to=rank)

@@ -12,7 +12,7 @@ from spmdrl.config import Config
 from spmdrl.data.turns import Parser, TurnEncoder, action_of, parse
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.open import Environments
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import EnvContext
 
 FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang
 
@@ -23,10 +23,10 @@ def open_world(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: frozenset[int],
     images: ImageIntake,
-) -> World:
+) -> EnvContext:
     """Put together what episodes share; `client` has the environments, `images` reads what they show."""
     assert cfg.environment is not None
-    return World(
+    return EnvContext(
         cfg=cfg.environment,
         client=client,
         encoder=TurnEncoder(

@@ -24,13 +24,13 @@ from spmdrl.algo.metrics import ExplainedVariance, Mean, Metrics, merge_all
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.config import AdvantageConfig, Config
-from spmdrl.dist.collectives import failing_together, gather_rows, sum_over
+from spmdrl.dist.collectives import gather_rows, raise_on_all_ranks, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.learn.objective import example_micro_batch
 from spmdrl.step.batch import Batch
 from spmdrl.step.rewards import on_turns, rewards_by_turn, turn_columns, turn_rows
-from spmdrl.types import FILLING, MicroBatch, UserError
+from spmdrl.types import PADDING_INDEX, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
 TURNS_SHOWN = 4  # the first ones of a rollout, which have metrics of their own
@@ -76,14 +76,14 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
         metrics += [_critic_metrics(micro_batch) for micro_batch in completed]
     return replace(
         batch.with_micro_batches(completed),
-        metrics=merge_all([batch.metrics, *metrics]) if meshes.speaks_for_data else batch.metrics,
+        metrics=merge_all([batch.metrics, *metrics]) if meshes.is_data_leader else batch.metrics,
         advantages=of_rollouts,
     )
 
 
 def advantage_problems(cfg: Config) -> Iterator[str]:
     """Try an estimator of the user's on a few rewards, and yield a sentence for what is wrong with it."""
-    if not cfg.advantage.is_users:
+    if not cfg.advantage.is_custom:
         return
     setting = f'advantage.estimator = "{cfg.advantage.estimator}"'
     try:
@@ -120,7 +120,7 @@ def advantage_problems(cfg: Config) -> Iterator[str]:
 
 def _estimator(cfg: AdvantageConfig) -> Estimator:
     """The estimator with its function. Raises ValueError when that is the user's and cannot be loaded."""
-    return replace(cfg.formula, function=load(cfg.estimator)) if cfg.is_users else cfg.formula
+    return replace(cfg.formula, function=load(cfg.estimator)) if cfg.is_custom else cfg.formula
 
 
 def _estimated(
@@ -128,7 +128,7 @@ def _estimated(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Advantages float64, shaped as the rewards, and metrics. Raises UserError where the user's function errs."""
     advantages, metrics = with_metrics(call(estimator.function, columns, cfg.settings))
-    if cfg.is_users:
+    if cfg.is_custom:
         shape = columns["token_rewards" if estimator.per_token else "rewards"].shape
         if not isinstance(advantages, Tensor) or advantages.shape != shape:
             found = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
@@ -165,7 +165,7 @@ def _by_group(
     advantages, reported = _estimated(estimator, cfg.advantage, columns)
     if cfg.advantage.whitens:
         advantages = whiten(advantages, moments(advantages, num_tokens))
-    with_filling = torch.cat([advantages.flatten(), advantages.new_zeros(1)])  # at FILLING, which is -1
+    with_filling = torch.cat([advantages.flatten(), advantages.new_zeros(1)])  # at PADDING_INDEX, which is -1
     on_tokens_of_parts = [
         on_tokens(with_filling[torch.tensor(m.sequence_index)], m.cu_seqlens, len(m.token_ids))
         for m in (part.micro_batch for part in parts)
@@ -241,7 +241,7 @@ def _by_token(
     parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
 ) -> tuple[list[Tensor], dict[int, float], Metrics]:
     """Advantages [T] float64 of each part, their means over the loss tokens of all rollouts by index, and metrics."""
-    with failing_together(mesh) if cfg.advantage.is_users else nullcontext():
+    with raise_on_all_ranks(mesh) if cfg.advantage.is_custom else nullcontext():
         estimated = [_estimated(estimator, cfg.advantage, _token_columns(part)) for part in parts]
     advantages = [column for column, _ in estimated]
     masks = [part.micro_batch.loss_mask for part in parts]
@@ -290,7 +290,7 @@ def _places(micro_batch: MicroBatch) -> Tensor:
 def _gathered(rows: list[Tensor], mesh: DeviceMesh) -> Tensor:
     """[N, k]: the rows of all ranks in the step's order, which their first two entries are; no filling."""
     mine = torch.cat(rows)
-    everyone = torch.cat(gather_rows(mesh, mine[mine[:, 0] != FILLING]))
+    everyone = torch.cat(gather_rows(mesh, mine[mine[:, 0] != PADDING_INDEX]))
     for column in (1, 0):
         everyone = everyone[everyone[:, column].argsort(stable=True)]
     return everyone

@@ -31,11 +31,11 @@ from spmdrl.algo.packing import (
     sequence_costs,
 )
 from spmdrl.config.plan import Plan
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.rewards import turn_spans
-from spmdrl.types import FILLING, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
+from spmdrl.types import PADDING_INDEX, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh, *, turn_
     `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward. Raises
     TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one.
     """
-    with failing_together(mesh):
+    with raise_on_all_ranks(mesh):
         return [sequence for one in rewarded for sequence in _sequences_of(one, turn_weight)]
 
 
@@ -138,7 +138,7 @@ def build_batch(
             [lay_end_to_end(in_bin, weights, multiple=multiple, environment_weight=environment) for in_bin in of_bins]
         )
         metrics.append(_packing_metrics(bins, plan, place=place))
-    return Batch(mini_batches, merge_all(metrics) if meshes.speaks_for_data else {})
+    return Batch(mini_batches, merge_all(metrics) if meshes.is_data_leader else {})
 
 
 def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceInfo]]:
@@ -200,7 +200,7 @@ def lay_end_to_end(
     sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1, environment_weight: float = 0.0
 ) -> MicroBatch:
     """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by rollout index, and
-    `environment_weight` that of each token in their `read_spans`.
+    `environment_weight` that of each token in their `observation_spans`.
 
     One more sequence, which is not trained on, fills it up to a multiple of `multiple` tokens. Without any sequence the
     micro-batch is all filling: every rank must run the forward.
@@ -210,7 +210,7 @@ def lay_end_to_end(
     )
     if filling:
         padding = Sequence(
-            index=FILLING,
+            index=PADDING_INDEX,
             token_ids=(0,) * filling,
             loss_mask=(False,) * filling,
             rollout_logprobs=(0.0,) * filling,
@@ -253,7 +253,7 @@ def _joined(parts: Iterable[tuple[T, ...]]) -> list[T]:
 
 def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:
     weights = torch.zeros(len(sequence.token_ids))
-    for start, end in sequence.read_spans:
+    for start, end in sequence.observation_spans:
         weights[start:end] = weight
     return weights
 

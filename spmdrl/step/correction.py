@@ -13,7 +13,7 @@ from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, LossConfig
-from spmdrl.config.plan import looks_ahead
+from spmdrl.config.plan import needs_global_stats
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
@@ -23,7 +23,7 @@ from spmdrl.types import MicroBatch, MiniBatch
 # The tokens that `clip_cov` and `kl_cov` treat apart, chosen over whole mini-batches: see `algo/losses.py`.
 
 
-def choose_tokens(batch: Batch, cfg: LossConfig, meshes: Meshes, *, seed: int) -> Batch:
+def select_by_covariance(batch: Batch, cfg: LossConfig, meshes: Meshes, *, seed: int) -> Batch:
     """Add `chosen`, where the loss has a use for it. Every rank that trains must call this.
 
     Tokens that a correction has rejected are neither counted nor chosen. With the step's `seed` the choice is the same
@@ -91,7 +91,7 @@ def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
     whose correction looks at single sequences only is returned as it is.
     """
     correction = cfg.correction
-    if not looks_ahead(correction):
+    if not needs_global_stats(correction):
         return batch
     kept = [[kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in batch.mini_batches]
     pairs = [list(zip(*both, strict=True)) for both in zip(batch.mini_batches, kept, strict=True)]

@@ -41,7 +41,7 @@ def probe_metrics(policy: Policy, probes: Sequence[MicroBatch], meshes: Meshes) 
     for batch in probes:
         distances.append((policy(batch).logprobs.cpu() - batch.rollout_logprobs).abs()[batch.loss_mask])
     distance = torch.cat(distances)
-    if not distance.numel() or not meshes.speaks_for_data:
+    if not distance.numel() or not meshes.is_data_leader:
         return {}
     return {
         "refit/probe_mean_abs_nats": Mean(float(distance.sum()), float(distance.numel())),

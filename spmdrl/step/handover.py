@@ -230,7 +230,7 @@ class Handover:
         )
 
 
-class TrainerAlone:
+class NoHandover:
     """Stands for the handover of a run without an engine: the trainer keeps the device."""
 
     @contextmanager

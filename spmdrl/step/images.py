@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.algo.metrics import Metrics, Total
 from spmdrl.algo.packing import num_micro_batches, pack
 from spmdrl.data.image_store import ImageStore
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.exchange import send_tensors
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import PackedModel
@@ -59,7 +59,7 @@ class Images:
             return
         all_of_them = list(rollouts)
         prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in all_of_them}
-        with failing_together(self._mesh):
+        with raise_on_all_ranks(self._mesh):
             for prompt in prompts.values():
                 self._again(prompt)
             for rollout in all_of_them:

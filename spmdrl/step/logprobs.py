@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import CRITIC, POLICY, Learner
 from spmdrl.model.lora.policy import Reference
@@ -60,7 +60,7 @@ def add_columns(batch: Batch, forwards: Mapping[str, Forward], mesh: DeviceMesh)
             name: [forward(micro_batch).cpu() for micro_batch in batch.micro_batches]
             for name, forward in forwards.items()
         }
-    with failing_together(mesh):
+    with raise_on_all_ranks(mesh):
         for name, column in columns.items():
             if not all(torch.isfinite(values).all() for values in column):
                 raise TrainingDiverged(f"{name} are not finite; no weights were changed")

@@ -14,7 +14,7 @@ from spmdrl.data.stream import Pair
 from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import expanded
-from spmdrl.dist.collectives import failing_together
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.run import Inputs, Launch
@@ -79,7 +79,7 @@ class PairEncoder:
 def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int) -> list[TrainingSequence]:
     """Return this rank's pairs of a step; every rank that trains must call this, and all raise what one does."""
     first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
-    with failing_together(run.meshes.training):
+    with raise_on_all_ranks(run.meshes.training):
         pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
         return [encode(pair, index) for index, pair in enumerate(pairs, start=first)]
 
@@ -91,7 +91,7 @@ class HeldOutLoss:
         """Every rank that trains must make one, and all raise what one does."""
         self._policy, self._meshes, self._images = policy, run.meshes, images
         pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
-        with failing_together(run.meshes.training):
+        with raise_on_all_ranks(run.meshes.training):
             mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
         self._pairs = [pair for _, pair in pairs[run.world.rank :: num_ranks]]
         self._restore = run.inputs.held_out.restore_pair
@@ -102,7 +102,7 @@ class HeldOutLoss:
         """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
-        with failing_together(self._meshes.training):
+        with raise_on_all_ranks(self._meshes.training):
             for pair in self._pairs:
                 self._restore(pair)
         micro_batches, _ = self._images.look(self._micro_batches)
@@ -111,7 +111,7 @@ class HeldOutLoss:
             loss = -float(torch.where(mask, logprobs, 0.0).sum(dtype=torch.float64))
             parts.append({"eval/loss": Mean(loss, float(mask.sum()))})
         reshard(self._policy)
-        return Evaluation(merge_all(parts) if self._meshes.speaks_for_data else {})
+        return Evaluation(merge_all(parts) if self._meshes.is_data_leader else {})
 
 
 def describe(pair: Pair, sequence: TrainingSequence) -> Sequence[str]:

@@ -24,7 +24,7 @@ from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.evaluate import Evaluation, eval_metrics
 from spmdrl.step.export import export_adapter, export_hf
-from spmdrl.step.handover import Handover, TrainerAlone
+from spmdrl.step.handover import Handover, NoHandover
 from spmdrl.step.samples import gather_answers
 from spmdrl.types import StopRequested
 
@@ -43,7 +43,7 @@ class Steps(Generic[SettingsT]):
         run: Launch[SettingsT],
         policy: Policy,
         saver: Saver,
-        handover: Handover | TrainerAlone,
+        handover: Handover | NoHandover,
         sampler: Sampler,
         *,
         warn: MismatchLimits = NO_LIMITS,

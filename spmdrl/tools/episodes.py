@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from spmdrl.config import Config, read_config
-from spmdrl.config.base import Whole
+from spmdrl.config.base import NonNegativeInt
 from spmdrl.config.strict import shown
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
@@ -81,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=option(Whole), required=True, help="a step whose rollouts were kept")
+    parser.add_argument("--step", type=option(NonNegativeInt), required=True, help="a step whose rollouts were kept")
     parser.add_argument("--output", metavar="FILE", type=Path, help="default: RUN/episodes-STEP.html")
-    parser.add_argument("--prompt", metavar="ID", type=option(Whole), help="show the episodes of one prompt only")
+    parser.add_argument(
+        "--prompt", metavar="ID", type=option(NonNegativeInt), help="show the episodes of one prompt only"
+    )
     arguments = parser.parse_args(argv)
     written = write_page(arguments.run, arguments.step, output=arguments.output, prompt_id=arguments.prompt)
     say(f"wrote {shown(written)}")

@@ -21,7 +21,7 @@ from spmdrl.checkpoint.manifest import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
 from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
-from spmdrl.config.base import Whole
+from spmdrl.config.base import NonNegativeInt
 from spmdrl.config.strict import read_json, shown
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=option(Whole), help="of the checkpoint; else the newest")
+    parser.add_argument("--step", type=option(NonNegativeInt), help="of the checkpoint; else the newest")
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- or RUN/adapter- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as a PEFT directory")

@@ -21,7 +21,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, DataConfig, FileData, ModelConfig
-from spmdrl.config.base import MOST, Gib, PathText
+from spmdrl.config.base import INT32_MAX, Gib, PathText
 from spmdrl.config.run import RunName
 from spmdrl.config.strict import shown
 from spmdrl.data.families import family_of
@@ -271,7 +271,7 @@ def measure(choices: Choices) -> Measured:
     tokenizer = load_tokenizer(choices.model_folder)
     model = load_model_config(ModelConfig(path=choices.model_folder))
     data = choices.data.model_copy(update={"path": choices.data_file})
-    limits = DataConfig(sources=(data,), max_prompt_tokens=MOST)
+    limits = DataConfig(sources=(data,), max_prompt_tokens=INT32_MAX)
     family = family_of(model)
     counter = None if family is None else ImageCounter(family, choices.model_folder, limits, tokenizer=tokenizer)
     prompts, answers, questions, images = list[int](), list[int](), set[int](), 0

@@ -31,7 +31,7 @@ from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import Batch, build_batch
-from spmdrl.step.correction import choose_tokens
+from spmdrl.step.correction import select_by_covariance
 from spmdrl.step.logprobs import add_columns
 from spmdrl.types import MicroBatch, Sequence, UserError
 
@@ -75,7 +75,7 @@ class Reinforcement:
             forwards["old_logprobs"] = lambda m: policy(m).logprobs
         if reference is not None:
             forwards["ref_logprobs"] = lambda m: reference(m).logprobs
-        return choose_tokens(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
+        return select_by_covariance(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
 
 
 class Imitation:

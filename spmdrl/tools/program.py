@@ -17,7 +17,7 @@ from rich.console import Console
 
 from spmdrl.config.strict import shown, utf8_problem
 from spmdrl.faults.text import OUTPUT, say, silence
-from spmdrl.faults.verdict import EXIT_USER_ERROR, bear_any_text, list_problems
+from spmdrl.faults.verdict import EXIT_USER_ERROR, list_problems, make_stdio_lenient
 from spmdrl.types import UserError
 
 Main = Callable[[Sequence[str] | None], int | None]
@@ -40,7 +40,7 @@ def program(what: str) -> Callable[[Main], Program]:
     def decorate(main: Main) -> Program:
         @functools.wraps(main)
         def ended(argv: Sequence[str] | None = None) -> int:
-            bear_any_text()
+            make_stdio_lenient()
             try:
                 code = main(argv) or 0
                 sys.stdout.flush()

@@ -25,9 +25,9 @@ from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import Config
-from spmdrl.config.base import Whole
+from spmdrl.config.base import NonNegativeInt
 from spmdrl.config.plan import Plan, parallel_problems
-from spmdrl.dist.collectives import failing_together, gather_objects
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_DIVERGED
@@ -43,7 +43,7 @@ from spmdrl.rollout.files import Recording, as_collected, read_parts, recorded_s
 from spmdrl.run import Run, open_run
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
-from spmdrl.step.correction import choose_tokens, correct
+from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards
@@ -104,7 +104,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     batch = add_logprobs(batch, learners, reference, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
-    batch = choose_tokens(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
+    batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
     return gather_objects(meshes.training, hooks.take(batch.mini_batches, merge_all(updates)))
 
@@ -114,7 +114,7 @@ def _images_of(run: Run[Config], policy: Policy, parts: Sequence[Recording]) -> 
     options: dict[str, Any] = {"dtype": run.dtype, "max_patches": run.cfg.pack.max_patches_per_pass}
     if not any(one.images for part in parts for rollout, _ in part.outcomes for one in rollout.trajectories):
         return Images(policy, None, run.meshes, **options)
-    with failing_together(run.meshes.training):
+    with raise_on_all_ranks(run.meshes.training):
         prompts, images = open_training_prompts(run.cfg)
     observed = partial(restore_rollout, images=images)
     return Images(policy, images.store, run.meshes, again=prompts.restore, again_observed=observed, **options)
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     step diverges."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=option(Whole), required=True, help="the step to compute again")
+    parser.add_argument("--step", type=option(NonNegativeInt), required=True, help="the step to compute again")
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     is_first = os.environ.get("RANK", "0") == "0"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from spmdrl.config import SandboxConfig
 from spmdrl.config.base import Section
 from spmdrl.faults.text import lines, one_line
-from spmdrl.faults.verdict import tell_once_a_node
+from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
 from spmdrl.workers.channel import SIZE
 from spmdrl.workers.folders import HeldFolder
@@ -44,7 +44,7 @@ def all_loaded(
     """
     if wait(started, TELL_AFTER_S).not_done:
         what = one_line(" and ".join(map(_written, sections)))
-        tell_once_a_node(f"waiting for {setting} to be loaded: {what}; it is given up after {limit_s:g} s")
+        print_once_per_node(f"waiting for {setting} to be loaded: {what}; it is given up after {limit_s:g} s")
     return [future.result() for future in started]
 
 

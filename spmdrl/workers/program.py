@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl.workers.folders import empty
-from spmdrl.workers.sandbox import Walls
+from spmdrl.workers.sandbox import Isolation
 
 # The remains of a rollout in a sandbox, ended before the next one.
 
@@ -23,7 +23,7 @@ _LIMIT_S = 2.0  # for processes that have been killed to be gone
 _CLEANUP_POLL_S = 0.001
 
 
-def clear(walls: Walls) -> None:
+def clear(walls: Isolation) -> None:
     """End the processes that were left, and delete the files.
 
     Where this process still has children, these and all others live on: a reward function may keep a pool of them.

@@ -118,7 +118,7 @@ class Sandbox:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walls:
+class Isolation:
     """The part of a sandbox that this machine could build."""
 
     missing: list[str]  # sentences about what it cannot protect
@@ -127,7 +127,7 @@ class Walls:
     in_memory: bool = False  # each of them is a file system in memory
 
 
-def enter(sandbox: Sandbox, pipe: int) -> Walls:
+def enter(sandbox: Sandbox, pipe: int) -> Isolation:
     """Confine this process, which must have one thread, and its descendants; this cannot be undone.
 
     It continues as another process, which alone holds `pipe`; apart from the standard streams no other descriptor may
@@ -170,15 +170,15 @@ def _limit(name: str, limit: int) -> list[str]:
     return []
 
 
-def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> Walls:
+def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> Isolation:
     if sys.platform != "linux":
         missing = ["files and other processes are within reach (only Linux has namespaces)"]
-        return Walls(missing=missing, owns_processes=False, own_folders=(sandbox.folder,))
+        return Isolation(missing=missing, owns_processes=False, own_folders=(sandbox.folder,))
     if problem := _problem_of(_separate):
         continue_below(pipe)
         _drop_privileges()
         missing = [_without_namespaces(fence(_writable(sandbox)), problem)]
-        return Walls(missing=missing, owns_processes=False, own_folders=(sandbox.folder,))
+        return Isolation(missing=missing, owns_processes=False, own_folders=(sandbox.folder,))
 
     def separate_files_too() -> None:
         _separate()
@@ -191,10 +191,10 @@ def _separate_as_far_as_possible(sandbox: Sandbox, pipe: int) -> Walls:
     _continue_inside(pipe)
     version = fence(_writable(sandbox))
     if not files_problem:
-        return Walls(missing=[], owns_processes=True, own_folders=_writable(sandbox), in_memory=True)
+        return Isolation(missing=[], owns_processes=True, own_folders=_writable(sandbox), in_memory=True)
     within_reach = f"files in {_SHARED_MEMORY} are" if version else "files are"
     missing = [f"{within_reach} within reach (they cannot be made read-only: {files_problem})"]
-    return Walls(missing=missing, owns_processes=True, own_folders=(sandbox.folder,))
+    return Isolation(missing=missing, owns_processes=True, own_folders=(sandbox.folder,))
 
 
 def _without_namespaces(landlock: int, problem: str) -> str:
@@ -258,7 +258,7 @@ def _set_mount(place: str, flags: int, *, on: int = 0, off: int = 0) -> None:
     call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(place), flags, attributes, size)
 
 
-def continue_below(pipe: int) -> Walls:
+def continue_below(pipe: int) -> Isolation:
     """Continue in a child of this process, which alone holds `pipe`; there are no walls.
 
     This process stays as the parent of all that the child leaves behind, and kills it when the child ends or the rank
@@ -271,7 +271,7 @@ def continue_below(pipe: int) -> Walls:
             os.close(pipe)
             _guard(child)
         signal_at_parents_end(signal.SIGKILL)
-    return Walls(missing=[], owns_processes=False, own_folders=())
+    return Isolation(missing=[], owns_processes=False, own_folders=())
 
 
 def _continue_inside(pipe: int) -> None:

@@ -18,7 +18,7 @@ from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.open import open_environments
 from spmdrl.refit.refit import RefitMismatch
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.types import Prompt, Request, Response, Rollout
@@ -72,7 +72,7 @@ AGENT = """
 """
 
 
-def episodes(rank: Rank, world: World, *, temperature: float = TEMPERATURE) -> list[Rollout]:
+def episodes(rank: Rank, world: EnvContext, *, temperature: float = TEMPERATURE) -> list[Rollout]:
     """Sample episodes of several turns."""
     stops = frozenset(range(1, 9) if temperature else range(1, 96, 2))  # the likeliest tokens are often the same ones
     asked = [

@@ -11,7 +11,7 @@ from typing import Any, cast
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import EnvContext
 
 Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
 
@@ -48,9 +48,9 @@ class FakeEnvironments:
         return FakeEnvironment(self, start, len(history))
 
 
-def fake_world(step: Step, cfg: EnvironmentConfig, *, run_seed: int = 5, **client: Any) -> World:
+def fake_world(step: Step, cfg: EnvironmentConfig, *, run_seed: int = 5, **client: Any) -> EnvContext:
     """Episodes in fake environments, for tokens that stand for themselves."""
-    return World(
+    return EnvContext(
         cfg=cfg,
         client=cast(Any, FakeEnvironments(step, **client)),
         encoder=cast(Any, FakeEncoder()),

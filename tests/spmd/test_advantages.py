@@ -22,14 +22,14 @@ from spmdrl.config import Config, OptimConfig, ParallelConfig
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learner import Learner, Limits
+from spmdrl.learn.learner import Learner, UpdateGuards
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import add_advantages, advantage_problems
 from spmdrl.step.batch import Batch, build_batch, to_sequences
-from spmdrl.step.correction import choose_tokens
+from spmdrl.step.correction import select_by_covariance
 from spmdrl.step.rewards import shape_rewards
 from spmdrl.types import MicroBatch, Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Sequence, Span
 from tests.helpers import oracle
@@ -305,9 +305,9 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
         batch = completed(batch, meshes)
         for case in LOSSES:
             cfg = groups_config(loss=case).loss
-            chosen = choose_tokens(batch, cfg, meshes, seed=SEED).micro_batches
+            chosen = select_by_covariance(batch, cfg, meshes, seed=SEED).micro_batches
             rejected, absent = (
-                choose_tokens(batch.with_micro_batches(map(leave, batch.micro_batches)), cfg, meshes, seed=SEED)
+                select_by_covariance(batch.with_micro_batches(map(leave, batch.micro_batches)), cfg, meshes, seed=SEED)
                 for leave in (with_rejections, with_absences)
             )
             assert all(
@@ -421,7 +421,7 @@ def _stopped(path: str, folder: str) -> Any:
                 objective,
                 num_updates=2,
                 dtype=torch.float32,
-                limits=Limits(mesh=meshes.training, stop_kl_nats=stop),
+                limits=UpdateGuards(mesh=meshes.training, stop_kl_nats=stop),
                 coefficients=start,
             )
             prepared = completed(batch, meshes, policy).mini_batches[:kept]

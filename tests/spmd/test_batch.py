@@ -14,7 +14,7 @@ from spmdrl.learn.update import update
 from spmdrl.report.report import with_speed
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch
-from spmdrl.step.correction import choose_tokens, correct
+from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.logprobs import add_logprobs
 from tests.helpers.configs import plan_for
 from tests.helpers.groups import groups_config
@@ -46,7 +46,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
                 cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
                 batch = add_logprobs(batch, {"policy": idle}, None, cfg, meshes)
                 batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
-                batch = choose_tokens(batch, cfg.loss, meshes, seed=0)
+                batch = select_by_covariance(batch, cfg.loss, meshes, seed=0)
                 assert update(idle, batch.mini_batches, meshes, step=2) == {}
         return cuts
 

@@ -13,7 +13,7 @@ from spmdrl.config import LossConfig, MismatchLimits, OptimConfig
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.learn.learner import Learner, Limits
+from spmdrl.learn.learner import Learner, UpdateGuards
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
@@ -60,7 +60,7 @@ def _steps(
                 PolicyObjective(LossConfig(), correction=cfg.correction),
                 num_updates=num_updates,
                 dtype=torch.float32,
-                limits=Limits(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True),
+                limits=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True),
             )
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
@@ -107,7 +107,7 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
             PolicyObjective(LossConfig(), correction=cfg.correction),
             num_updates=1,
             dtype=torch.float32,
-            limits=Limits(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
+            limits=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
         )
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
         batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)

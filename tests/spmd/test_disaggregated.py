@@ -14,7 +14,7 @@ from spmdrl.dist.collectives import Link, gather_objects
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.remote import RemoteEngine
-from spmdrl.engine.torch.engine import ListeningTorchEngine
+from spmdrl.engine.torch.engine import DisaggregatedTorchEngine
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch
@@ -88,7 +88,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
         plan = plan_for(4, 3, engine_ranks=1)
         if not meshes.trains:
             assert meshes.weights is not None
-            engine = ListeningTorchEngine(
+            engine = DisaggregatedTorchEngine(
                 load_model_config(settings),
                 meshes.weights,
                 device=world.device,

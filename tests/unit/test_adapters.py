@@ -18,7 +18,7 @@ from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.lora import quantized
-from spmdrl.model.lora.adapters import Identity, Strength
+from spmdrl.model.lora.adapters import Identity, LoraScaling
 from spmdrl.model.lora.policy import adapter_sizes
 from spmdrl.model.lora.targets import ALL_LINEAR, short_names, target_problems, targets_of
 from spmdrl.preflight.forecast import Model, predict
@@ -82,7 +82,7 @@ def test_a_layer_of_another_kind_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
 def test_rslora_divides_by_the_root_of_the_rank(rslora: bool, scale: float) -> None:
-    assert Strength(rank=4, alpha=8.0, rslora=rslora).scale == scale
+    assert LoraScaling(rank=4, alpha=8.0, rslora=rslora).scale == scale
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

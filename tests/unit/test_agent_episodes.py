@@ -20,7 +20,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.open import open_environments
 from spmdrl.envs.protocol import Answer
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.episode import World
+from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
@@ -69,9 +69,9 @@ def rollouts(engine: Any, cfg: EnvironmentConfig, client: Any, family: str = FAM
     return sorted(found, key=lambda rollout: (rollout.prompt.prompt_id, rollout.sample_index))
 
 
-def world_of(cfg: EnvironmentConfig, client: Any, family: str = FAMILY) -> World:
+def world_of(cfg: EnvironmentConfig, client: Any, family: str = FAMILY) -> EnvContext:
     tokenizer = family_tokenizer(family)
-    return World(
+    return EnvContext(
         cfg=cfg,
         client=client,
         encoder=encoder(family),

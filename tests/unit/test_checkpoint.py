@@ -33,7 +33,7 @@ from spmdrl.checkpoint.manifest import (
     superseded,
     write_json,
 )
-from spmdrl.checkpoint.resume import foresee_resume_point, unfinished
+from spmdrl.checkpoint.resume import preview_resume_point, unfinished
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
 from spmdrl.types import UserError
@@ -120,7 +120,7 @@ def test_of_many_problems_the_first_are_named_and_the_others_counted(tmp_path: P
     files = {name: Digest(1, "") for name in names}
     Manifest(step=3, num_ranks=300, configuration={}, versions={}, metrics={}, files=files).write(checkpoint)
     with pytest.raises(UserError) as caught:
-        foresee_resume_point(minimal_config(), tmp_path)
+        preview_resume_point(minimal_config(), tmp_path)
     first, advice = str(caught.value).splitlines()
     named = ", ".join(f"{name} is missing" for name in sorted(names)[:5])
     assert first == f"{checkpoint}: {named}, and {len(names) - 5} more"

@@ -31,7 +31,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.collect import Collected, Collector
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets
@@ -173,7 +173,7 @@ def start(
     prompts: list[FakePrompts] | None = None,
     store: HashStore | None = None,
     revive: bool = False,
-    world: World | None = None,
+    world: EnvContext | None = None,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
     meshes: list[Any] = [Mesh(ranks, rank) for rank in range(len(engines))]
@@ -630,7 +630,7 @@ ENVIRONMENT = EnvironmentConfig(source=ClassEnvironment(kind="class", name="a:A"
 Episodes = dict[tuple[int, int], tuple[Any, str]]  # turns and end, by prompt_id and sample_index
 
 
-def world_of_echoes() -> World:
+def world_of_echoes() -> EnvContext:
     """Environments that answer after moments, two to four times."""
 
     def echo(start: EpisodeStart, number: int, action: Action) -> Observation:

@@ -19,7 +19,7 @@ from spmdrl.algo.losses import POLICY_LOSSES
 from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, fetched, merge_all
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs
-from spmdrl.learn.correction import effective_fraction, exceeded, weigh, worst_of
+from spmdrl.learn.correction import effective_fraction, exceeded, importance_weights, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.report.samples import worst_token_rows
@@ -192,7 +192,7 @@ def test_normalised_weights_have_the_mean_one(level: str, mode: str) -> None:
     micro_batches = settled([m for m, _ in batch(random_columns(), [3, 5])], correction)
     weights = []
     for m in micro_batches:
-        of_tokens = weigh(m.old_logprobs - m.rollout_logprobs, m.old_logprobs, m, correction).weights
+        of_tokens = importance_weights(m.old_logprobs - m.rollout_logprobs, m.old_logprobs, m, correction).weights
         for start, end in itertools.pairwise(m.cu_seqlens.tolist()):
             kept = of_tokens[start:end][m.loss_weights[start:end] != 0]
             weights += kept.tolist() if level == "token" else kept[:1].tolist()
@@ -250,7 +250,9 @@ def test_weights_carry_no_gradient() -> None:
     micro_batch, now = batch(random_columns(), [8])[0]
     logprobs = now.requires_grad_()
     correction = CorrectionConfig(kind="tis", level="sequence", opsm_delta_nats=0.0)
-    assert not weigh(logprobs - micro_batch.rollout_logprobs, logprobs, micro_batch, correction).weights.requires_grad
+    assert not importance_weights(
+        logprobs - micro_batch.rollout_logprobs, logprobs, micro_batch, correction
+    ).weights.requires_grad
 
 
 def test_effective_fraction_and_worst_tokens_do_not_depend_on_where_a_batch_is_cut() -> None:

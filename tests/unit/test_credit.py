@@ -57,7 +57,7 @@ def test_turns_are_the_tokens_that_were_sampled() -> None:
             sampled = {place for span in s.turns for place in range(span.start, span.end)}
             trained = set() if s.index == MASKED else sampled
             assert trained == {place for place, is_trained in enumerate(s.loss_mask) if is_trained}
-            read = {place for start, end in s.read_spans for place in range(start, end)}
+            read = {place for start, end in s.observation_spans for place in range(start, end)}
             first = s.turns[0].start
             assert read == (set(range(first, len(s.token_ids))) - sampled if trained else set())
 
@@ -130,8 +130,8 @@ def logprobs_of(logits: Tensor, micro_batch: MicroBatch, wanted: Tensor) -> Toke
 def test_what_environments_say_has_a_loss_of_its_own_and_all_else_no_gradient() -> None:
     coef = 0.3
     sequences = sequences_of(random_episodes(2, 4))
-    num_read = sum(end - start for s in sequences for start, end in s.read_spans)
-    assert num_read and not any(s.read_spans for s in sequences if s.index == MASKED)
+    num_read = sum(end - start for s in sequences for start, end in s.observation_spans)
+    assert num_read and not any(s.observation_spans for s in sequences if s.index == MASKED)
     weights = {s.index: 0.01 for s in sequences}
     plain = lay_end_to_end(sequences, weights, multiple=7)
     assert plain.environment_weights is None and torch.equal(plain.predicted, plain.loss_mask)
@@ -180,8 +180,8 @@ def test_placeholders_are_no_text_that_a_policy_learns_to_predict() -> None:
         turns=turns,
         images=images,
     )
-    assert sequence.read_spans == [(5, 5), (6, 7), (9, 9), (12, 14)]
-    assert dataclasses.replace(sequence, images=()).read_spans == [(5, 14)]
+    assert sequence.observation_spans == [(5, 5), (6, 7), (9, 9), (12, 14)]
+    assert dataclasses.replace(sequence, images=()).observation_spans == [(5, 14)]
 
 
 def test_metrics_of_episodes_are_those_of_all_ranks_together() -> None:

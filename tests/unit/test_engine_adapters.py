@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.engine.torch import requests
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.engine.versions import LiveVersions
+from spmdrl.engine.versions import AdapterRefs
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.helpers.adapters import ALL_LINEAR, merged, random_adapters
@@ -150,7 +150,7 @@ def test_what_another_version_has_read_is_read_again(model: Any) -> None:
     """Half of the second turns are asked for before a new version comes, and half after it."""
     engine = engine_for(model)
     adapters = random_adapters(model, 1)
-    begins = [replace(request(i), goes_on_after=frozenset({"length"})) for i in range(6)]
+    begins = [replace(request(i), cache_on_finish=frozenset({"length"})) for i in range(6)]
     later: list[Request] = []
 
     def source() -> Iterator[Request | None]:
@@ -230,14 +230,14 @@ def test_a_prompt_counts_once_for_each_version_that_reads_it(monkeypatch: pytest
 
 
 def test_a_dead_version_is_told_once() -> None:
-    versions = LiveVersions()
+    versions = AdapterRefs()
     for version in (1, 2, 3):
         versions.hold(version)
     versions.begin(1)
-    assert versions.take_dead(3) == [2]
-    assert versions.take_dead(3) == []
+    assert versions.pop_unused(3) == [2]
+    assert versions.pop_unused(3) == []
     versions.end(1)
-    assert versions.take_dead(3) == [1]
+    assert versions.pop_unused(3) == [1]
 
 
 def test_adapters_in_bits_of_their_rows(tmp_path: Path) -> None:

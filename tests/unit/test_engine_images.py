@@ -255,7 +255,7 @@ def test_a_conversation_about_images_goes_on(
     """Text after images is read without them, at positions that follow from theirs."""
     engine = looking.engine(max_running)
     read = count_read(engine, monkeypatch)
-    begins = looking.requests(max_response_tokens=6, goes_on_after=frozenset({"length"}))
+    begins = looking.requests(max_response_tokens=6, cache_on_finish=frozenset({"length"}))
     said = [tuple(range(3, 5 + i)) for i in range(len(begins))]
     done = conversations(engine, begins, said, num_turns=3)
     checked = [turn for turn in done if turn[0].prompt_ids.count(IMAGE) == sum(i.num_tokens for i in turn[0].images)]

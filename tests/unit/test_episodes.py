@@ -16,7 +16,7 @@ from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.episode import Episode, World
+from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
@@ -37,11 +37,13 @@ def echo(start: EpisodeStart, number: int, action: Action) -> Answer:
     )
 
 
-def world_of(step: Step = echo, *, cfg: EnvironmentConfig = CFG, delay_s: Any = lambda _: 0.0, **others: Any) -> World:
+def world_of(
+    step: Step = echo, *, cfg: EnvironmentConfig = CFG, delay_s: Any = lambda _: 0.0, **others: Any
+) -> EnvContext:
     return fake_world(step, cfg, delay_s=delay_s, **others)
 
 
-def client_of(world: World) -> FakeEnvironments:
+def client_of(world: EnvContext) -> FakeEnvironments:
     return cast(FakeEnvironments, world.client)
 
 
@@ -50,7 +52,7 @@ def stopping(max_running: int = 4, **others: Any) -> FakeEngine:
     return FakeEngine(max_running=max_running, length=lambda seed: 1 + seed % 20, reason="stop", **others)
 
 
-def rollouts_of(engine: FakeEngine, world: World | None, **others: Any) -> dict[tuple[int, int], Rollout]:
+def rollouts_of(engine: FakeEngine, world: EnvContext | None, **others: Any) -> dict[tuple[int, int], Rollout]:
     found = sample(cast(Any, engine), PROMPTS, SAMPLING, world, lambda rollout: rollout, run_seed=5, step=1, **others)
     assert len(found) == len(PROMPTS) * SAMPLING.group_size
     return {(rollout.prompt.prompt_id, rollout.sample_index): rollout for rollout in found}
@@ -157,7 +159,7 @@ def cfg_with(**settings: Any) -> EnvironmentConfig:
         ("environment_error", world_of(greeting=Observation(done=True)), stopping(), None),
     ],
 )
-def test_every_limit_is_an_end_of_its_own(end: str, world: World, engine: FakeEngine, turns: int | None) -> None:
+def test_every_limit_is_an_end_of_its_own(end: str, world: EnvContext, engine: FakeEngine, turns: int | None) -> None:
     for rollout in rollouts_of(engine, world).values():
         assert rollout.end == end
         assert (rollout.failure is not None) == (end in ("step_timeout", "environment_error"))

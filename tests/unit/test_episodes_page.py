@@ -23,7 +23,7 @@ from spmdrl.report.episodes import TokenTexts, writers_of_context
 from spmdrl.rollout.files import folder_of
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.tools import episodes
-from spmdrl.types import FILLING, MicroBatch, Rollout, Sequence, UserError
+from spmdrl.types import PADDING_INDEX, MicroBatch, Rollout, Sequence, UserError
 from tests.helpers.rollouts import (
     HOSTILE,
     MISMATCH_NATS,
@@ -260,7 +260,7 @@ def test_the_first_forward_of_each_sequence_is_kept(tmp_path: Path) -> None:
     policy.factor = 1.0
     policy(first)
     found = hook.take([[first], [second], [left_out]])
-    assert FILLING not in {index for index, _ in found}
+    assert PADDING_INDEX not in {index for index, _ in found}
     assert {key: values[1:].tolist() for key, values in found.items()} == {
         (3, (1, 2)): [-1.0],
         (3, (1, 4)): [-2.0],

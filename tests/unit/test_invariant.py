@@ -144,7 +144,7 @@ def test_turns_that_go_on_from_what_was_kept(
     for after in (frozenset({"length"}), frozenset()):
         engine = engine_for(model, dtype, 16)
         read = count_read(engine, monkeypatch)
-        begins = [replace(request, goes_on_after=after) for request in requests(7)]
+        begins = [replace(request, cache_on_finish=after) for request in requests(7)]
         done.append(conversations(engine, begins, said, num_turns=3))
         num_read.append(sum(read))
     assert num_read[0] < num_read[1] / 2

@@ -28,7 +28,7 @@ from spmdrl.envs.protocol import Answer
 from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.refit import load_whole
 from spmdrl.report.samples import answer_row
-from spmdrl.rollout.episode import World, restore_rollout
+from spmdrl.rollout.episode import EnvContext, restore_rollout
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
@@ -91,8 +91,8 @@ class Stage:
         images = reader_of(self.path, self.tokenizer, self.folder / name)
         return replace(self, images=images, engine=engine_of(self.plain, images.store))
 
-    def world(self, step: Callable[..., Answer] = shows, *, cfg: EnvironmentConfig = CFG, **client: Any) -> World:
-        return World(
+    def world(self, step: Callable[..., Answer] = shows, *, cfg: EnvironmentConfig = CFG, **client: Any) -> EnvContext:
+        return EnvContext(
             cfg=cfg,
             client=cast(Any, FakeEnvironments(step, **client)),
             encoder=TurnEncoder(
@@ -103,7 +103,7 @@ class Stage:
             images=self.images,
         )
 
-    def rollouts(self, world: World, **sampling: Any) -> dict[tuple[int, int], Rollout]:
+    def rollouts(self, world: EnvContext, **sampling: Any) -> dict[tuple[int, int], Rollout]:
         found = sample(
             self.engine,
             self.prompts,

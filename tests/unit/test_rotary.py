@@ -128,7 +128,7 @@ def test_an_episode_that_grows_beyond_the_limit_is_read_again_once(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODELS[name](tmp_path), attn_implementation="eager").eval()
     first, said = sequences_of([10, 25], 97)
-    begin = Request(prompt_ids=first, seed=0, max_response_tokens=4, goes_on_after=frozenset({"length"}))
+    begin = Request(prompt_ids=first, seed=0, max_response_tokens=4, cache_on_finish=frozenset({"length"}))
     engine = engine_of(model)
     read = count_read(engine, monkeypatch)
     turns = conversations(engine, [begin], [said], num_turns=4)  # of 10, 39, 68 and 97 tokens before their responses

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
-from spmdrl.engine.sglang.layout import Share, held_weights, padded_adapters
+from spmdrl.engine.sglang.layout import TpShard, held_weights, padded_adapters
 from tests.helpers.models import GATED_DELTA_NET, SIZES
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
@@ -42,7 +42,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 def held(size: int, device_type: str = "cuda") -> list[dict[str, torch.Tensor]]:
     weights = checkpoint()
-    shares = [Share.of(MODEL, rank=rank, size=size, device_type=device_type) for rank in range(size)]
+    shares = [TpShard.of(MODEL, rank=rank, size=size, device_type=device_type) for rank in range(size)]
     return [held_weights(weights, share) for share in shares]
 
 
@@ -89,7 +89,7 @@ def test_weights_that_a_checkpoint_has_fused_are_cut_like_others(device_type: st
     ):
         weights[f"{prefix}.{name}.weight"] = torch.cat([weights.pop(f"{prefix}.{part}.weight") for part in parts])
     for rank, expected in enumerate(held(2, device_type)):
-        found = held_weights(weights, Share.of(model, rank=rank, size=2, device_type=device_type))
+        found = held_weights(weights, TpShard.of(model, rank=rank, size=2, device_type=device_type))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -104,14 +104,14 @@ def test_on_a_cpu_the_inner_size_is_padded_with_zeros() -> None:
 def test_every_device_has_the_whole_embedding_of_gemma_3() -> None:
     name, weights = "model.embed_tokens.weight", checkpoint()
     for rank in range(2):
-        share = Share.of(Gemma3TextConfig(**SIZES), rank=rank, size=2, device_type="cuda")
+        share = TpShard.of(Gemma3TextConfig(**SIZES), rank=rank, size=2, device_type="cuda")
         assert torch.equal(held_weights({name: weights[name]}, share)[name], weights[name])
 
 
 def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
     """On a CPU, whose inner sizes are padded: the change that SGLang computes is that of the whole weight, padded."""
 
-    share = Share.of(MODEL, rank=0, size=1, device_type="cpu")
+    share = TpShard.of(MODEL, rank=0, size=1, device_type="cpu")
     names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     weights = {name: checkpoint()[f"model.layers.0.{name}.weight"] for name in names}
     adapters = {
@@ -149,7 +149,7 @@ def test_gated_delta_nets_are_cut_by_heads(size: int) -> None:
     weights = {f"{layer}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     attention = {"model.layers.1.self_attn.o_proj.weight": torch.randn(hidden, 64)}
     devices = [
-        held_weights(weights | attention, Share.of(model, rank=rank, size=size, device_type="cuda"))
+        held_weights(weights | attention, TpShard.of(model, rank=rank, size=size, device_type="cuda"))
         for rank in range(size)
     ]
     whole = {name.removeprefix(f"{layer}."): weight for name, weight in weights.items()}
@@ -173,7 +173,7 @@ def test_gated_delta_nets_are_cut_by_heads(size: int) -> None:
 def test_the_gated_norms_of_qwen3_next_have_the_dtype_of_its_config() -> None:
     name = "model.layers.0.linear_attn.norm.weight"
     for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
-        share = Share.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
+        share = TpShard.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
         assert held_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected
 
 
@@ -193,7 +193,9 @@ def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
     }
     torch.manual_seed(0)
     weights = {f"model.visual.{name}": torch.randn(shape) for name, shape in shapes.items()}
-    first, second = (held_weights(weights, Share.of(model, rank=rank, size=2, device_type="cuda")) for rank in range(2))
+    first, second = (
+        held_weights(weights, TpShard.of(model, rank=rank, size=2, device_type="cuda")) for rank in range(2)
+    )
     for kind in ("weight", "bias"):
         name = f"visual.blocks.0.attn.qkv_proj.{kind}"
         joined = [torch.cat(halves) for halves in zip(first[name].chunk(3), second[name].chunk(3), strict=True)]

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.dense_decoder import FAMILIES
-from spmdrl.engine.torch.cache import Context, KeptRow, KeptRows, RowContents
+from spmdrl.engine.torch.cache import Context, KeptRow, PrefixCache, RowContents
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
-from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.recurrent import reset_state_per_sequence
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import ImageSpan, Request, Response, Span
@@ -255,7 +255,7 @@ def test_gradients_of_sequences_as_long_as_prompts_that_were_read_before(tmp_pat
     path = save_hybrid(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
     answers(engine_for(model), [Request(prompt_ids=(7,) * n, seed=n, max_response_tokens=2) for n in seqlens])
-    restart_at_every_sequence(model)
+    reset_state_per_sequence(model)
     attend = packed_attention(torch.tensor([0, 2, 5, 10], dtype=torch.int32), seqlens, "sdpa")
     model(torch.full((1, 10), 7), use_cache=False, attend=attend, seqlens=seqlens).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -295,7 +295,7 @@ def turns_of(
     """The turns of conversations in whose i-th a tool says 1 + 3 i tokens after every response."""
     words, after = random.Random(1), frozenset({"length"}) if goes_on else frozenset()
     said = [tuple(words.randrange(2, VOCABULARY) for _ in range(1 + 3 * i)) for i in range(count)]
-    begins = requests(count, max_response_tokens=5, stop_token_ids=frozenset(), goes_on_after=after)
+    begins = requests(count, max_response_tokens=5, stop_token_ids=frozenset(), cache_on_finish=after)
     return conversations(engine, begins, said, num_turns=num_turns)
 
 
@@ -338,7 +338,7 @@ def test_requests_that_wait_together_are_read_together(model, monkeypatch: pytes
     for name in ("_read", "_read_on", "_decode"):
         method = getattr(engine, name)
         monkeypatch.setattr(engine, name, lambda *a, _name=name, _do=method, **k: calls.append(_name) or _do(*a, **k))
-    first = requests(4, max_response_tokens=2, stop_token_ids=frozenset(), goes_on_after=frozenset({"length"}))
+    first = requests(4, max_response_tokens=2, stop_token_ids=frozenset(), cache_on_finish=frozenset({"length"}))
     long = Request(prompt_ids=(9, 8), seed=5, max_response_tokens=40)
     done: dict[int, Response] = {}
 
@@ -383,7 +383,7 @@ def test_rows_are_kept_for_what_goes_on_alone() -> None:
 
     rows = [row_of(*range(2, end)) for end in (4, 6, 8, 5)]
     assert [row.contents.num_bytes for row in rows] == [20 + 16 * n for n in (2, 4, 6, 3)]
-    kept = KeptRows(max_bytes=4 * 20 + 16 * (2 + 4 + 6 + 3) - 1)
+    kept = PrefixCache(max_bytes=4 * 20 + 16 * (2 + 4 + 6 + 3) - 1)
     assert not kept.make_room(4 * 20 + 16 * 15)
     for row in rows:
         assert kept.make_room(row.contents.num_bytes)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from spmdrl.data.families import family_of
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.policy import Policy, packed_positions, placeholder_rows, position_shift, token_positions
-from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.recurrent import reset_state_per_sequence
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk, attention_of, model_class
 from spmdrl.types import ImageSpan, Sequence
@@ -41,7 +41,7 @@ def trunk_of(path: str) -> Trunk:
     config = AutoModelForImageTextToText.from_pretrained(path).config if "vl" in path else None
     config = config or AutoModelForCausalLM.from_pretrained(path).config
     model = model_class(config).from_pretrained(path, attn_implementation=attention_of(config), dtype=torch.float32)
-    restart_at_every_sequence(model)
+    reset_state_per_sequence(model)
     return Trunk(model.eval().requires_grad_(False))
 
 

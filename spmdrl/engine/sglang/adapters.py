@@ -18,9 +18,9 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.engine.sglang import process as sglang_process
-from spmdrl.engine.sglang.layout import DIGEST, MISMATCH, Share, padded_adapters
+from spmdrl.engine.sglang.layout import DIGEST, MISMATCH, TpShard, padded_adapters
 from spmdrl.engine.sglang.process import SGLangProcess
-from spmdrl.engine.versions import LiveVersions
+from spmdrl.engine.versions import AdapterRefs
 from spmdrl.model.load import load_model_config, model_without_memory
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.policy import plan_adapters
@@ -143,10 +143,10 @@ class _Adapted:
 class AdapterSlots:
     """The versions whose adapters one SGLang engine holds."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: TpShard) -> None:
         """`share` is any device's."""
         self._share = share
-        self._versions = LiveVersions()
+        self._versions = AdapterRefs()
         # SGLang may read a version's tensors as long as it holds them, so each version has memory of its own, which is
         # used again when the version is gone.
         self._memory: dict[int, Tensor] = {}
@@ -183,7 +183,7 @@ class AdapterSlots:
             return [name for name, found in json.loads(arrived).items() if found != sent.get(name)]
         self._memory[version] = memory
         self._versions.hold(version)
-        for dead in self._versions.take_dead(version):
+        for dead in self._versions.pop_unused(version):
             self._unload(process, dead)
         return []
 
@@ -247,7 +247,7 @@ class _Plan:
     modules: list[str]  # that have adapters
 
     @classmethod
-    def of(cls, adapters: AdapterVersion, share: Share) -> _Plan:
+    def of(cls, adapters: AdapterVersion, share: TpShard) -> _Plan:
         padded = bucket_of(list(padded_adapters(adapters.tensors, share).items()))
         modules = sorted({entry.name.split(".")[-3] for entry in padded.flat_entries})
         tensors = sglang_process.described(padded.flat_entries)

@@ -23,7 +23,7 @@ from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan
 from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
-from spmdrl.dist.collectives import Link, failing_together, gather_objects, host_barrier
+from spmdrl.dist.collectives import Link, gather_objects, host_barrier, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import listening_store
 from spmdrl.engine.protocol import EngineDied, RequestQueue, RolloutEngine
@@ -32,7 +32,7 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
 from spmdrl.engine.sglang.images import image_fields
-from spmdrl.engine.sglang.layout import Share, held_parts, held_weights
+from spmdrl.engine.sglang.layout import TpShard, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
@@ -69,7 +69,7 @@ class SGLangEngine(RolloutEngine):
         self.leads = mesh.get_local_rank() == 0
         self._options = options
         self._mesh = mesh
-        self._share = Share.of(
+        self._share = TpShard.of(
             model_config,
             rank=mesh.get_local_rank(),
             size=mesh.size(),
@@ -82,7 +82,7 @@ class SGLangEngine(RolloutEngine):
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
-        self._questions = sglang_loader.Questions(Path(self._folder.name))
+        self._questions = sglang_loader.DigestRequests(Path(self._folder.name))
         self._expected: dict[str, str] = {}  # digests, of all refits
         self._asked: set[str] = set()  # weights of this refit whose digests are asked for
         self._loading: Future[Any] | None = None
@@ -92,7 +92,7 @@ class SGLangEngine(RolloutEngine):
         self._finished: _Finished = queue.SimpleQueue()  # of the `generate` that runs
         self._free_at_start: int | None = None  # bytes of the device, when the engine was first started
         sglang_process.share_tensors(self.device.type)
-        with failing_together(mesh):  # the others wait here, on a socket
+        with raise_on_all_ranks(mesh):  # the others wait here, on a socket
             self._process = self._start() if self.leads else None
 
     @classmethod
@@ -119,7 +119,7 @@ class SGLangEngine(RolloutEngine):
     def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
 
         options = sglang_options(run.cfg, run.plan, run.world, run.inputs.model_config)
-        return ListeningSGLangEngine(
+        return DisaggregatedSGLangEngine(
             options, run.meshes, model_config=run.inputs.model_config, images=run.inputs.images.store
         )
 
@@ -128,7 +128,7 @@ class SGLangEngine(RolloutEngine):
 
         tp_size = run.cfg.rollout.tp_size
         shares = [
-            Share.of(
+            TpShard.of(
                 run.inputs.model_config,
                 rank=rank,
                 size=tp_size,
@@ -355,7 +355,7 @@ class SGLangEngine(RolloutEngine):
     def revive(self) -> None:
         if not any(gather_objects(self._mesh, self._process is not None and self._process.is_dead())):
             return
-        with failing_together(self._mesh):  # the others wait here, on a socket
+        with raise_on_all_ranks(self._mesh):  # the others wait here, on a socket
             if self._process is not None:
                 self._process.close()
                 self._process = self._start()
@@ -444,7 +444,7 @@ def backend_for(device_type: str) -> str:
     return "nccl" if device_type == "cuda" else "gloo"
 
 
-class ListeningSGLangEngine(SGLangEngine):
+class DisaggregatedSGLangEngine(SGLangEngine):
     """An `SGLangEngine` whose `load` lets its processes receive the bucket by broadcast."""
 
     def __init__(self, options: SGLangOptions, meshes: Meshes, *, model_config: Any, images: ImageStore | None) -> None:

@@ -69,7 +69,7 @@ MISMATCH = "the digest differs: "  # followed by those of the tensors that arriv
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TpShard:
     """One device's part of an engine."""
 
     rank: int  # 0 to size - 1
@@ -83,7 +83,7 @@ class Share:
     attention_rows: tuple[int, ...] = ()  # of queries, keys and values
 
     @classmethod
-    def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> Share:
+    def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> TpShard:
         """Read the sizes from a transformers config; `on_policy` means with `rl_on_policy_target`."""
         model_config = model_config.get_text_config()
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
@@ -111,7 +111,7 @@ def _delta_net_rows(model_config: Any) -> Iterator[int]:
         yield from (keys, keys, model_config.linear_num_value_heads * model_config.linear_value_head_dim)
 
 
-def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+def held_weights(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
     """Compute the weights that this device holds after loading these whole tensors of a checkpoint, by SGLang's names.
 
     Tensors that are fused with each other must come together, in the order in which they are fused. Experts [rows,
@@ -124,7 +124,7 @@ def held_weights(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tenso
     return held
 
 
-def held_parts(tensors: Mapping[str, Tensor], share: Share) -> dict[str, list[Tensor]]:
+def held_parts(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, list[Tensor]]:
     """Return each of the `held_weights` as the parts whose elements lie end to end in it; most are not copied."""
     return {
         name: [part for expert in sorted(by_expert) for part in by_expert[expert]]
@@ -132,7 +132,7 @@ def held_parts(tensors: Mapping[str, Tensor], share: Share) -> dict[str, list[Te
     }
 
 
-def padded_adapters(tensors: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+def padded_adapters(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
     """Pad adapters, by PEFT's names, where the weights that they change are padded. Every device gets all of them."""
     return {name: _padded_adapter(name, tensor, share.inner_multiple) for name, tensor in tensors.items()}
 
@@ -144,7 +144,7 @@ def _padded_adapter(name: str, tensor: Tensor, multiple: int) -> Tensor:
     return _padded(tensor, 0 if side == "lora_B" else 1, multiple)
 
 
-def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, list[Tensor]]]:
+def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int, list[Tensor]]]:
     """Return this device's parts of what is fused into each weight, by expert."""
     fused: dict[str, dict[int, list[Tensor]]] = {}
     for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
@@ -166,7 +166,7 @@ def _fused(tensors: Mapping[str, Tensor], share: Share) -> dict[str, dict[int, l
     return fused
 
 
-def _unfused(name: str, tensor: Tensor, share: Share) -> Iterator[tuple[str, Tensor]]:
+def _unfused(name: str, tensor: Tensor, share: TpShard) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of what a checkpoint has fused, by the names that they have in others."""
     *prefix, module, kind = name.split(".") if "." in name else ("", name)
     if module not in _PARTS:
@@ -177,14 +177,14 @@ def _unfused(name: str, tensor: Tensor, share: Share) -> Iterator[tuple[str, Ten
         yield ".".join([*prefix, part_name, kind]), part
 
 
-def _parts(module: str, tensor: Tensor, share: Share) -> Sequence[Tensor]:
+def _parts(module: str, tensor: Tensor, share: TpShard) -> Sequence[Tensor]:
     """Return the parts of a weight that are cut one by one."""
     if module not in _CUT_BY_PARTS:
         return (tensor,)
     return tensor.chunk(3) if module == "qkv" else tensor.split(share.delta_net_rows)
 
 
-def _cut(module: str, kind: str, tensor: Tensor, share: Share) -> Tensor:
+def _cut(module: str, kind: str, tensor: Tensor, share: TpShard) -> Tensor:
     if (share.widens and (module == "embed_tokens" or module.endswith("norm"))) or kind == _ALWAYS_WIDE:
         tensor = tensor.float()
     if module == "embed_tokens" and not share.cuts_embedding:

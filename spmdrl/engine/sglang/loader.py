@@ -85,7 +85,7 @@ class _Held:
         return _look(self.tensors.get(self.name)) == self.looked
 
 
-class Copies:
+class CopyPlan:
     """One bucket's way into a model."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Copies:
             self._groups.setdefault((target.dtype, source.dtype, is_dense), []).append((target, source))
 
     @classmethod
-    def noted(cls, model: Any, entries: Sequence[Entry], flat: Tensor) -> Copies:
+    def noted(cls, model: Any, entries: Sequence[Entry], flat: Tensor) -> CopyPlan:
         """Let the model's loader load a bucket in memory `flat` [num_bytes] uint8, and note what it does."""
         held = list(_held_by(model))
         watch = _Watch(flat, [one.tensors[one.name] for one in held])
@@ -252,10 +252,10 @@ def _are_disjoint(intervals: Iterable[Interval]) -> bool:
 PATH = f"{__name__}.load_bucket"  # by which SGLang finds it
 
 _open: dict[int, Tensor] = {}  # the trainer's buffers, by number; while a tensor lives, torch does not open it again
-_copies: dict[tuple[int, str], Copies] = {}  # by model and description
+_copies: dict[tuple[int, str], CopyPlan] = {}  # by model and description
 
 
-class Questions:
+class DigestRequests:
     """A rank's questions to its process of the engine: which digests certain weights have after each bucket.
 
     A question is a file with the weights' names, which is there when the bucket is loaded; the answer is a file beside
@@ -287,7 +287,7 @@ class Questions:
 
 def described(bucket: Bucket, *, buffer: int, stays_open: bool, question: str | None = None) -> str:
     """Describe a bucket in buffer number `buffer` for `load_bucket`. Only memory on the engine's kind of device can
-    stay open: SGLang copies other memory to its device before it gets here. `question` is a path of `Questions`."""
+    stay open: SGLang copies other memory to its device before it gets here. `question` is one of `DigestRequests`."""
     entries = [
         (entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start)
         for entry in bucket.flat_entries
@@ -309,7 +309,7 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
             Entry(name, torch.Size(shape), getattr(torch, dtype), start)
             for name, shape, dtype, start in about["entries"]
         ]
-        _copies[key] = Copies.noted(model, entries, flat)
+        _copies[key] = CopyPlan.noted(model, entries, flat)
     if about["question"] is not None:
         _answer(model, Path(about["question"]))
     if flat.is_cuda:

@@ -1,4 +1,4 @@
-"""Rotary embeddings that SGLang computes otherwise than transformers."""
+"""Models that SGLang computes otherwise than transformers: hybrids with recurrent layers, and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -124,6 +124,9 @@ def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:
     costs 1e-4 nats of every token.
     """
     return {"SGLANG_MAMBA_CONV_DTYPE": dtype} if is_hybrid(model_config) else {}
+
+
+# Rotary embeddings that SGLang computes otherwise than transformers.
 
 
 _TOLERANCE = 1e-6  # of the scale of queries and keys

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from spmdrl.dist.session import apart_from_the_run
+from spmdrl.dist.session import outside_default_group
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.engine.sglang import kernels
 from spmdrl.engine.sglang.images import take_numbers_from_requests
@@ -192,7 +192,7 @@ def update_group(store: Store, name: str, *, num_ranks: int, backend: str) -> Pr
     from sglang.srt.utils import init_custom_process_group
 
     # The engines put the group's name before their keys.
-    with apart_from_the_run():
+    with outside_default_group():
         return init_custom_process_group(
             backend=backend, store=PrefixStore(name, store), world_size=num_ranks, rank=0, group_name=name
         )

@@ -1,4 +1,5 @@
-"""Copies of cache rows whose request has ended, for the next request of an episode that waits for its environment."""
+"""The torch engine's cache: keys, values and recurrent states of running rows, and those of requests that have ended,
+for the next request of an episode."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class RowCache:
 
     def begin_rest(
         self, begun: Sequence[RowContents], *, seqlens: list[int], shifts: list[int], kernel: Kernel, first_row: int
-    ) -> tuple[LayerInputs, RestOfRows, Tensor]:
+    ) -> tuple[LayerInputs, PrefillExtend, Tensor]:
         """Prepare a forward pass over the rest of sequences, seqlens[i] more tokens after what begun[i] remembers;
         return its `attend` and the tokens' positions [T] int64 too.
 
@@ -113,7 +114,7 @@ class RowCache:
         """Copy what a row remembers."""
         return RowContents(self._keys_values.contents(row), self._states.contents(row))
 
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, NewestTokens, Tensor]:
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, DecodeTokens, Tensor]:
         """Prepare a forward pass over one new token per row; return its `attend` and the tokens' positions [n] int64
         too."""
         newest, positions = self._keys_values.begin_decode(attend_to_cache)
@@ -228,7 +229,7 @@ class KVCache:
 
     def begin_rest(
         self, begun: Sequence[KeysValues], seqlens: list[int], kernel: Kernel, *, first_row: int
-    ) -> tuple[RestOfRows, Tensor]:
+    ) -> tuple[PrefillExtend, Tensor]:
         """Return an `attend` for seqlens[i] more tokens of the sequence of which row first_row + i takes begun[i], and
         the places [T] int64 of those tokens in their sequences."""
         device = self._keys.device
@@ -245,7 +246,9 @@ class KVCache:
         rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
         attends = [_attention_of_rest(before, n, kernel, device) for before, n in zip(earlier, seqlens, strict=True)]
         in_c = kernel == "sdpa"
-        return RestOfRows((rows, slice(None), places), self.cells, first_row, seqlens, earlier, attends, in_c), places
+        return PrefillExtend(
+            (rows, slice(None), places), self.cells, first_row, seqlens, earlier, attends, in_c
+        ), places
 
     def row_bytes(self, row: int) -> int:
         """The memory of a row's keys and values."""
@@ -256,7 +259,7 @@ class KVCache:
         keys, values = (cells[:, row, :, : self._lengths[row]].clone() for cells in (self._keys, self._values))
         return keys, values
 
-    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[NewestTokens, Tensor]:
+    def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[DecodeTokens, Tensor]:
         """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
         device, num_rows = self._keys.device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
@@ -267,7 +270,7 @@ class KVCache:
         self._lengths = [length + 1 for length in self._lengths]
         self._stored.clear()
         seen = SeenKeys(lengths=positions + 1, shortest=shortest, longest=longest)
-        return NewestTokens(seen, places, self.cells, attend_to_cache), positions
+        return DecodeTokens(seen, places, self.cells, attend_to_cache), positions
 
     def cells(self, layer: int, *sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return where a layer stores keys and values of `sizes` (K, D): two views [rows, K, capacity, D].
@@ -294,7 +297,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
-class RestOfRows:
+class PrefillExtend:
     """A forward pass over the last tokens of rows of a cache: stores their keys and values, and attends."""
 
     places: tuple[Any, ...]  # of these tokens, in the cells of a layer
@@ -332,7 +335,7 @@ def _attention_of_rest(earlier: int, length: int, kernel: Kernel, device: torch.
 
 
 @dataclass(frozen=True, slots=True)
-class NewestTokens:
+class DecodeTokens:
     """A forward pass over one new token for each row of a cache: stores its key and value, and attends."""
 
     seen: SeenKeys
@@ -465,6 +468,9 @@ class _Decode:
         self.of_layers[layer] = conv, state
 
 
+# Copies of cache rows whose request has ended, for the next request of an episode that waits for its environment.
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The beginning that a first sampled token follows, and the weights that read it. Equal ones share a prefill."""
@@ -498,7 +504,7 @@ class KeptRow:
     contents: RowContents
 
 
-class KeptRows:
+class PrefixCache:
     """The newest rows that fit into `max_bytes`; the context of one that had to go is read again.
 
     What is kept depends on the requests and on their order alone, so that a deterministic run repeats itself.

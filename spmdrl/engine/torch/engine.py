@@ -1,4 +1,7 @@
-"""The torch engine on a rank that does not train: it receives buckets by broadcast."""
+"""The embedded engine: continuous batching, with a cache for every row, on the transformers model itself.
+
+On a rank that does not train, its subclass receives each bucket by broadcast.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from spmdrl.engine.torch.adapters import AdapterBank
 from spmdrl.engine.torch.cache import (
     AttendToCache,
     KeptRow,
-    KeptRows,
+    PrefixCache,
     RowCache,
     attend_to_cache,
     bytes_per_token,
@@ -40,14 +43,14 @@ from spmdrl.engine.torch.sampling import (
     sample_tokens,
     sample_with_head_logprobs,
 )
-from spmdrl.engine.versions import LiveVersions
+from spmdrl.engine.versions import AdapterRefs
 from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.exact import invariant
 from spmdrl.model.exact.invariant import attend_to_cache_in_tiles
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import packed_positions, position_shift
-from spmdrl.model.recurrent import restart_at_every_sequence
+from spmdrl.model.recurrent import reset_state_per_sequence
 from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import Trunk, attention_of, model_class
 from spmdrl.refit.bucket import Bucket
@@ -103,7 +106,7 @@ class TorchEngine(RolloutEngine):
                 own_config, dtype=dtype, attn_implementation=attention_of(own_config)
             )
         operators_of(kernel).install(model)
-        restart_at_every_sequence(model)
+        reset_state_per_sequence(model)
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
@@ -124,7 +127,7 @@ class TorchEngine(RolloutEngine):
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
         self._expected: dict[str, str] = {}  # digests, of all refits
-        self._versions = LiveVersions()
+        self._versions = AdapterRefs()
         self._abort = self._asks = False
 
     @classmethod
@@ -139,7 +142,7 @@ class TorchEngine(RolloutEngine):
     def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
 
         assert run.meshes.weights is not None
-        return ListeningTorchEngine(run.inputs.model_config, run.meshes.weights, **_settings(run))
+        return DisaggregatedTorchEngine(run.inputs.model_config, run.meshes.weights, **_settings(run))
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
@@ -160,7 +163,7 @@ class TorchEngine(RolloutEngine):
         self._versions.none_running()
         # No bit of an answer depends on what was looked at or read by an earlier call.
         self._features.clear()
-        kept = KeptRows(self._max_kept_bytes)
+        kept = PrefixCache(self._max_kept_bytes)
         source = RequestQueue(requests)
         waiting: deque[Running] = deque()
         rows: list[Running] = []
@@ -197,7 +200,7 @@ class TorchEngine(RolloutEngine):
             reasons = [run.finish_reason() for run in rows]
             if any(reasons):
                 for row, (run, why) in enumerate(zip(rows, reasons, strict=True)):
-                    if why in run.request.goes_on_after:
+                    if why in run.request.cache_on_finish:
                         self._keep(kept, row, run)
                 unfinished = self._compact([why is None for why in reasons])
                 finished = [(run, why) for run, why in zip(rows, reasons, strict=True) if why]
@@ -208,7 +211,7 @@ class TorchEngine(RolloutEngine):
                 yield from ((run.index, self._response(run, why)) for run, why in finished)
                 source.ask_again()
 
-    def _taken(self, source: RequestQueue, kept: KeptRows, num_free: int) -> Iterator[Running]:
+    def _taken(self, source: RequestQueue, kept: PrefixCache, num_free: int) -> Iterator[Running]:
         for index, request in source.take(num_free):
             # Read now: to make the request the caller may have loaded a newer version.
             self._versions.begin(self.version)
@@ -233,7 +236,7 @@ class TorchEngine(RolloutEngine):
                 f"{changes_after(config)} tokens); lower max_response_tokens"
             )
 
-    def _keep(self, kept: KeptRows, row: int, run: Running) -> None:
+    def _keep(self, kept: PrefixCache, row: int, run: Running) -> None:
         """Keep the row of a request that another one may follow."""
         assert self._cache is not None
         if run.version == self.version and kept.make_room(self._cache.row_bytes(row)):
@@ -246,7 +249,7 @@ class TorchEngine(RolloutEngine):
         self._drop_dead()
 
     def _drop_dead(self) -> None:
-        for version in self._versions.take_dead(self.version):
+        for version in self._versions.pop_unused(self.version):
             self._adapters.drop(version)
 
     def abort(self) -> None:
@@ -447,7 +450,10 @@ def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, SampleTokens]:
     return attend_to_cache, sample_tokens
 
 
-class ListeningTorchEngine(TorchEngine):
+# The torch engine on a rank that does not train: it receives buckets by broadcast.
+
+
+class DisaggregatedTorchEngine(TorchEngine):
     """A `TorchEngine` whose `load` receives the bucket first, into memory of its own."""
 
     def __init__(self, model_config: Any, weights: DeviceMesh, **settings: Any) -> None:

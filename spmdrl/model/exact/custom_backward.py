@@ -19,7 +19,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [N, D], weight 
 Function = Callable[..., Any]  # from tensors to a tensor, or to several
 
 
-def with_gradient_of(differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
+def with_backward_of(differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
     """Return `exact(*inputs)` with the gradient of `differentiable(*inputs)`."""
     return _WithGradient.apply(differentiable, exact, *inputs)
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, SeenKeys
-from spmdrl.model.exact.custom_backward import linear_by, with_gradient_of
+from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
 from spmdrl.model.logprobs import Head
 
 # Attention in which a query's result depends only on itself and on the keys it sees, to the bit; see invariant.py.
@@ -120,7 +120,7 @@ def causal_in_tiles(
         batches = _batches(whole, num_heads=q.shape[1], device=q.device)
         return torch.cat([_attend_in_batch(batch, queries, k, v, layer) for batch in batches])[earlier:]
 
-    out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
+    out: Tensor = with_backward_of(differentiable, exact, q, k, v)
     return out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
 from spmdrl.model.exact import sglang_kernels as kernels
-from spmdrl.model.exact.custom_backward import with_gradient_of
+from spmdrl.model.exact.custom_backward import with_backward_of
 
 Backend = Literal["fa3", "triton"]
 _MAX_PAIRS = 2**24  # pairs of a decoded token and a key it sees that one kernel call may have
@@ -48,7 +48,7 @@ def causal_as_engine(
             return _on_pages(seqlens, cu_seqlens, q, k, v, scale=layer.scale)
         return _prompts_and_responses(cu_seqlens, sampled, q, k, v, scale=layer.scale)
 
-    out: Tensor = with_gradient_of(differentiable, exact, q, k, v)
+    out: Tensor = with_backward_of(differentiable, exact, q, k, v)
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spmdrl.model import logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.exact import sglang_kernels as kernels
-from spmdrl.model.exact.custom_backward import linear_by, with_gradient_of
+from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
 
 MODEL_TYPES = ("qwen3",)  # those whose layers support `rl_on_policy_target`
 CAPABILITY = (9, 0)  # SGLang uses other kernels on newer devices, which were not compared
@@ -88,7 +88,7 @@ def next_token_logprobs(
     def differentiable(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs.next_token_logprobs(hidden, weight, None, targets, temperature=temperature, chunk=chunk)
 
-    outputs: tuple[Tensor, Tensor] = with_gradient_of(differentiable, exact, hidden.to(weight.dtype), weight)
+    outputs: tuple[Tensor, Tensor] = with_backward_of(differentiable, exact, hidden.to(weight.dtype), weight)
     return outputs
 
 
@@ -118,7 +118,7 @@ class _Norm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        out: Tensor = with_gradient_of(
+        out: Tensor = with_backward_of(
             functools.partial(self._normalized, _plain_mean),
             functools.partial(self._normalized, kernels.mean),
             hidden_states,
@@ -184,7 +184,7 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out: Tensor = with_gradient_of(_plainly_rotated, kernels.rotate, x, cos, sin)
+    out: Tensor = with_backward_of(_plainly_rotated, kernels.rotate, x, cos, sin)
     return out
 
 

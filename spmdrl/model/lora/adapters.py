@@ -34,7 +34,7 @@ PREFIX = "base_model.model."  # PEFT's, before the names of the model's own modu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strength:
+class LoraScaling:
     """How much the product of an adapter's matrices counts."""
 
     rank: int
@@ -47,7 +47,7 @@ class Strength:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
-    def doubled(self) -> Strength:
+    def doubled(self) -> LoraScaling:
         """The strength of twice the rank with the same factor."""
         times = math.sqrt(2.0) if self.rslora else 2.0
         return dataclasses.replace(self, rank=2 * self.rank, alpha=times * self.alpha)
@@ -109,7 +109,7 @@ class Adapters(nn.Module):
     def __init__(
         self,
         targets: Sequence[Target],
-        strength: Strength,
+        strength: LoraScaling,
         mesh: DeviceMesh,
         *,
         config: Mapping[str, Any],

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmdrl.dist.collectives import copy_from
-from spmdrl.model.lora.adapters import Strength, Target, matrix_names
+from spmdrl.model.lora.adapters import LoraScaling, Target, matrix_names
 from spmdrl.model.lora.quantized import QuantizedLinear
 
 Init = Literal["default", "pissa", "olora"]
@@ -23,8 +23,8 @@ Factors = tuple[Tensor, Tensor]  # A0 [rank, inputs] and B0 [outputs, rank], flo
 
 
 @torch.no_grad()
-def start_of(
-    model: nn.Module, targets: Sequence[Target], strength: Strength, mesh: DeviceMesh, *, kind: Init
+def init_factors(
+    model: nn.Module, targets: Sequence[Target], strength: LoraScaling, mesh: DeviceMesh, *, kind: Init
 ) -> dict[str, Tensor]:
     """Compute the start of every target's matrices, by PEFT's names; every rank of the mesh must call this.
 
@@ -45,7 +45,7 @@ def start_of(
     return starts
 
 
-def principal(weight: Tensor, strength: Strength) -> Factors:
+def principal(weight: Tensor, strength: LoraScaling) -> Factors:
     """Return the factors of the weight's part with the largest singular values (PiSSA), each with their roots.
 
     Singular vectors have no sign: another library or device may give some of them negated, in both factors.
@@ -55,7 +55,7 @@ def principal(weight: Tensor, strength: Strength) -> Factors:
     return roots[:, None] * vh[: strength.rank], u[:, : strength.rank] * roots
 
 
-def orthogonal(weight: Tensor, strength: Strength) -> Factors:
+def orthogonal(weight: Tensor, strength: LoraScaling) -> Factors:
     """Return the first columns and rows of the weight's QR decomposition (OLoRA); they count with the scale."""
     q, r = torch.linalg.qr(weight)
     return r[: strength.rank], q[:, : strength.rank]
@@ -75,4 +75,4 @@ def _whole(model: nn.Module, name: str) -> Tensor:
     ).full_tensor()
 
 
-_FACTORS: dict[Init, Callable[[Tensor, Strength], Factors]] = {"pissa": principal, "olora": orthogonal}
+_FACTORS: dict[Init, Callable[[Tensor, LoraScaling], Factors]] = {"pissa": principal, "olora": orthogonal}

@@ -1,9 +1,4 @@
-"""Adapters of experts, whose weights are one parameter: A and B of all experts of a layer have one shape, side by side.
-
-A forward pass computes with the weights that adapters change: W + scale * B A of this rank's part, in the dtype of W.
-So every kernel of experts can have adapters, and the trainer computes with the very weights that a merged refit gives
-to the engine. It costs the memory of a layer's experts and the time of their weights' gradients.
-"""
+"""Layers with adapters: a hook that adds `scale * B (A x)` to the output of a linear layer, or to those of experts."""
 
 from __future__ import annotations
 
@@ -138,6 +133,14 @@ def count_once(leaf: Tensor, tp: DeviceMesh) -> None:
         return gradient / tp.size()
 
     leaf.register_hook(share)
+
+
+# Adapters of experts, whose weights are one parameter: A and B of all experts of a layer have one shape, side by
+# side.
+#
+# A forward pass computes with the weights that adapters change: W + scale * B A of this rank's part, in the dtype of
+# W. So every kernel of experts can have adapters, and the trainer computes with the very weights that a merged refit
+# gives to the engine. It costs the memory of a layer's experts and the time of their weights' gradients.
 
 
 @dataclass(frozen=True, slots=True)

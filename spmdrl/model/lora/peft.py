@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdrl.config.base import Count
 from spmdrl.config.model import Alpha
 from spmdrl.config.strict import about, conform, open_file, read_json
-from spmdrl.model.lora.adapters import PREFIX, Strength
+from spmdrl.model.lora.adapters import PREFIX, LoraScaling
 from spmdrl.model.weight_files import write_tensors
 from spmdrl.types import UserError
 
@@ -51,7 +51,7 @@ class _Config(BaseModel):
 class AdapterFiles:
     """The contents of a directory in PEFT's format."""
 
-    strength: Strength
+    strength: LoraScaling
     tensors: Mapping[str, Tensor]  # float32, by PEFT's names
     parameters: tuple[str, ...] = ()  # the ends of their names, for those of experts
 
@@ -92,7 +92,7 @@ def read_adapter(path: str) -> AdapterFiles:
     problems = [*_other_kinds(written), *_other_names(tensors), *_other_targets(tensors, config), *_no_numbers(floats)]
     if problems:
         raise UserError(f"{setting} {'; '.join(problems)}")
-    strength = Strength(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
+    strength = LoraScaling(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora)
     return AdapterFiles(strength, floats, tuple(config.target_parameters or ()))
 
 

@@ -18,8 +18,8 @@ from spmdrl.config.model import QuantizedBase
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_policy, load_reference, model_without_memory
-from spmdrl.model.lora.adapters import Adapters, Strength, matrix_names
-from spmdrl.model.lora.init import Init, start_of
+from spmdrl.model.lora.adapters import Adapters, LoraScaling, matrix_names
+from spmdrl.model.lora.init import Init, init_factors
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.peft import base_problems, read_adapter
 from spmdrl.model.lora.quantized import bytes_of, quantization_problems, quantized_names
@@ -57,7 +57,7 @@ def load_trained(
     base = weights_digest(cfg.path, meshes.training)
     start = None
     if plan.init != "default":
-        start = start_of(policy.model, targets, plan.strength, meshes.training, kind=plan.init)
+        start = init_factors(policy.model, targets, plan.strength, meshes.training, kind=plan.init)
     policy.adapters = Adapters(
         targets, plan.strength, meshes.training, config=config, base=base, init=plan.init, start=start
     )
@@ -98,13 +98,13 @@ def kept_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict
 class AdapterPlan:
     """The adapters that `[lora]` asks for."""
 
-    strength: Strength
+    strength: LoraScaling
     wanted: Wanted  # see `targets_of`
     init: Init = "default"
     files: dict[str, Tensor] = field(default_factory=dict)  # what they begin with, where they come from files
 
     @property
-    def sent_strength(self) -> Strength:
+    def sent_strength(self) -> LoraScaling:
         """The strength of the plain adapters that engines and files get."""
         return self.strength if self.init == "default" else self.strength.doubled
 
@@ -124,7 +124,7 @@ def plan_adapters(model: PreTrainedModel, lora: LoraConfig) -> AdapterPlan:
             )
         if problem := _rank_problem(model, lora):
             raise UserError(problem)
-        return AdapterPlan(Strength(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, lora.init)
+        return AdapterPlan(LoraScaling(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora), lora.targets, lora.init)
     files = read_adapter(lora.path)
     sizes = {
         name: shape
@@ -170,7 +170,7 @@ def reference_of(
 
 
 def peft_config(
-    strength: Strength, target_modules: list[str], target_parameters: list[str], *, base: str
+    strength: LoraScaling, target_modules: list[str], target_parameters: list[str], *, base: str
 ) -> dict[str, Any]:
     """Describe adapters as PEFT's adapter_config.json does."""
     return {
