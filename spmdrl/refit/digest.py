@@ -80,7 +80,7 @@ def _sums_on_host(parts: Sequence[Tensor]) -> list[int]:
 
 def _weighted(sums: Tensor) -> tuple[int, int]:
     """Weight the sums [n] int64 of all rows or columns: `whole` and `upper`."""
-    odd = torch.arange(1, 2 * len(sums), 2)
+    odd = 2 * torch.arange(len(sums)) + 1
     return int(torch.dot(sums, odd)), int(torch.dot(sums >> 32, odd))
 
 
