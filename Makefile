@@ -238,7 +238,7 @@ dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and
 	$(VENV)/bin/python -m twine check --strict dist/*
 
 docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
-	$(VENV)/bin/python -m spmdrl.tools.gpu_report
+	$(VENV)/bin/python -m tests.gpu.proof.gpu_report
 	$(VENV)/bin/python -m docs.gen.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 	$(VENV)/bin/python -m docs.gen.algorithms_reference > docs/algorithms.md.new

@@ -32,4 +32,4 @@ elif [[ -n ${BUNDLE:-} ]]; then
     echo "BUNDLE=$bundle: there is no $bundle/SHA256SUMS; make a bundle by launch/make_bundle.sh $bundle" >&2
     exit 2
 fi
-exec "${PYTHON:-python3}" -m spmdrl.tools.gpu_proof "$@" --commit-file "$bundle/commit.json"
+exec "${PYTHON:-python3}" -m tests.gpu.proof.gpu_proof "$@" --commit-file "$bundle/commit.json"

@@ -12,7 +12,6 @@ import spmdrl.tools
 from spmdrl.faults.text import say
 
 _PROGRAMS = ("spmdrl.train", "spmdrl.sft")
-_NOT_FOR_USERS = {"gpu_proof", "gpu_report"}
 
 _INTRODUCTION = """\
 # Programs
@@ -42,8 +41,7 @@ def reference() -> str:
 
 def _tools() -> list[str]:
     """The modules of `spmdrl.tools` that are programs for users, by their full names."""
-    names = [module.name for module in pkgutil.iter_modules(spmdrl.tools.__path__) if not module.ispkg]
-    modules = [f"spmdrl.tools.{name}" for name in names if name not in _NOT_FOR_USERS]
+    modules = [f"spmdrl.tools.{module.name}" for module in pkgutil.iter_modules(spmdrl.tools.__path__)]
     return [name for name in modules if hasattr(importlib.import_module(name), "Parser")]
 
 

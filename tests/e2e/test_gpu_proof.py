@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools import gpu_proof, gpu_report
-from spmdrl.tools.proof.claims import Claim
-from spmdrl.tools.proof.commit import stamp
-from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, run_stage
-from spmdrl.tools.proof.stages import Stage, Step, gpu_tests
+from spmdrl.tools.commit import stamp
+from tests.gpu.proof import gpu_proof, gpu_report
+from tests.gpu.proof.claims import Claim
+from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, run_stage
+from tests.gpu.proof.stages import Stage, Step, gpu_tests
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0
@@ -188,7 +188,7 @@ def test_the_bundle_is_unpacked_once_and_comes_after_the_checkout(checkout: Path
     first, second = proof(checkout), proof(checkout)
     (site,) = (checkout / "runs").iterdir()
     assert (site / "bundled.py").is_file()
-    called = f"{checkout}:{site} 1 -m spmdrl.tools.gpu_proof 1 --commit-file bundle/commit.json"
+    called = f"{checkout}:{site} 1 -m tests.gpu.proof.gpu_proof 1 --commit-file bundle/commit.json"
     assert first.stdout.splitlines() == [f"unpacking bundle into {site}", called]
     assert second.stdout.splitlines() == [called]
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.tools import gpu_proof, gpu_report
-from spmdrl.tools.proof import commit, facts, tests_seen
-from spmdrl.tools.proof.claims import CLAIMS, Claim
-from spmdrl.tools.proof.evidence import NO_EVIDENCE, judge, outcomes
-from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, last_object
-from spmdrl.tools.proof.stages import STAGES, Step
+from spmdrl.tools import commit
+from tests.gpu.proof import facts, gpu_proof, gpu_report, tests_seen
+from tests.gpu.proof.claims import CLAIMS, Claim
+from tests.gpu.proof.evidence import NO_EVIDENCE, judge, outcomes
+from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, last_object
+from tests.gpu.proof.stages import STAGES, Step
 
 ROOT = Path(__file__).parents[2]
 GPU_TESTS = ROOT / "tests/gpu"
@@ -75,7 +75,7 @@ def test_the_page_is_what_the_tool_makes_of_the_committed_results() -> None:
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in gpu_report.committed(ROOT)}
     shown = (ROOT / "docs/gpu-confirmed.md").read_text(encoding="utf-8")
     assert shown == gpu_report.page(records, CLAIMS, emulated=gpu_report.emulated()), (
-        "run `python -m spmdrl.tools.gpu_report`"
+        "run `python -m tests.gpu.proof.gpu_report`"
     )
 
 

@@ -45,7 +45,6 @@ REFUSED = [
     ("fit", "{file} --ranks 8 --gpu-gib nan", "--gpu-gib between 0.1 and 100000"),
     ("parity", "{folder}/absent.toml", "cannot compare: cannot read the configuration"),
     ("verifiers_data", "{file} {folder}/out --limit 0", "--limit must be at least 1"),
-    ("gpu_report", "{file} --page {folder}/page.md", "cannot report: "),
     ("doctor", "--unknown", "unrecognized arguments: --unknown"),
     ("doctor", "{folder} --\x9b2J\u202e", "unrecognized arguments: --\\x9b2J\\u202e"),
     ("export", "{folder} --step -1", 'argument --step: "-1": input should be greater than or equal to 0'),

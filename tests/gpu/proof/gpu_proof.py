@@ -1,7 +1,7 @@
 """Prove on a GPU what no CPU can show, one stage a command: `launch/gpu_proof.sh STAGE` calls this program.
 
 Each stage prints facts about the machine, runs tests and benchmarks whatever fails, and ends with a table. The folder
-that it names then holds gpu-proof-STAGE.json, of which `spmdrl.tools.gpu_report` makes docs/gpu-confirmed.md, and
+that it names then holds gpu-proof-STAGE.json, of which `tests.gpu.proof.gpu_report` makes docs/gpu-confirmed.md, and
 gpu-proof-STAGE.log with all output. Exit code 0 when everything was as expected, 1 when it was not.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spmdrl.faults.text import Parser, bears_lost_output, say
-from spmdrl.tools.proof.commit import ROOT, commit_id
-from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
-from spmdrl.tools.proof.stages import STAGES
+from spmdrl.tools.commit import ROOT, commit_id
+from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
+from tests.gpu.proof.stages import STAGES
 
 _DEFAULT_FOLDER = "runs/gpu-proof"
 _MAX_REASONS = 12  # shown below the table; all are in the file

@@ -1,4 +1,4 @@
-"""Write down each test's outcome when it is known: `pytest -p spmdrl.tools.proof.tests_seen`.
+"""Write down each test's outcome when it is known: `pytest -p tests.gpu.proof.tests_seen`.
 
 A test that kills its process, or is killed with it, leaves a line that it has begun; a report that pytest writes at its
 end would be lost with everything in it.

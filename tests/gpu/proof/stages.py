@@ -35,7 +35,7 @@ class Stage:
 
 def gpu_tests(name: str, *, limit_s: float, expected: str = ALL_PASS) -> Step:
     """One file of tests/gpu in a process of its own, so that what a test leaves behind ends with it."""
-    options = ("-q", "-p", "no:cacheprovider", "-p", "spmdrl.tools.proof.tests_seen", "--durations=3")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "tests.gpu.proof.tests_seen", "--durations=3")
     command = ("python", "-m", "pytest", *options, f"tests/gpu/test_{name}.py")
     return Step(name=name.replace("_", "-"), command=command, limit_s=limit_s, expected=expected)
 
@@ -45,7 +45,7 @@ def program(name: str, command: str, *, limit_s: float, expected: str) -> Step:
     return Step(name=name, command=("python", *command.split()), limit_s=limit_s, expected=expected)
 
 
-FACTS = program("facts", "-m spmdrl.tools.proof.facts", limit_s=90.0, expected="a device; see the table above")
+FACTS = program("facts", "-m tests.gpu.proof.facts", limit_s=90.0, expected="a device; see the table above")
 
 STAGES: Mapping[str, Stage] = {
     "1": Stage(

@@ -1,4 +1,4 @@
-"""Print what a proof depends on, and try what can be tried in seconds: `python -m spmdrl.tools.proof.facts`.
+"""Print what a proof depends on, and try what can be tried in seconds: `python -m tests.gpu.proof.facts`.
 
 A table of what was seen and what is expected, then one JSON object with `machine`, `versions` and `facts`. Whatever
 fails is a row of the table, never an exception.

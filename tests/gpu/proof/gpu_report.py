@@ -1,4 +1,4 @@
-"""Write docs/gpu-confirmed.md from what `launch/gpu_proof.sh` wrote: `python -m spmdrl.tools.gpu_report [FILE ...]`.
+"""Write docs/gpu-confirmed.md from what `launch/gpu_proof.sh` wrote: `python -m tests.gpu.proof.gpu_report [FILE ...]`.
 
 Without files it reads benchmarks/results/gpu-proof-*.json. Each claim of `proof/claims.py` has a row, with what the
 newest file says of its tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
@@ -16,18 +16,18 @@ from typing import Any
 
 from spmdrl.config.strict import as_written, read_json
 from spmdrl.faults.text import Parser, say
+from spmdrl.tools.commit import ROOT, commit_id
 from spmdrl.tools.program import program
-from spmdrl.tools.proof import tests_seen
-from spmdrl.tools.proof.claims import CLAIMS, Claim
-from spmdrl.tools.proof.commit import ROOT, commit_id
-from spmdrl.tools.proof.evidence import Outcome, judge, outcomes
-from spmdrl.tools.proof.run import FAILED, PASSED, Record
 from spmdrl.types import UserError
+from tests.gpu.proof import tests_seen
+from tests.gpu.proof.claims import CLAIMS, Claim
+from tests.gpu.proof.evidence import Outcome, judge, outcomes
+from tests.gpu.proof.run import FAILED, PASSED, Record
 
 _INTRODUCTION = """\
 # What a GPU has confirmed
 
-<!-- Generated from benchmarks/results/gpu-proof-*.json by `python -m spmdrl.tools.gpu_report`; a test compares. -->
+<!-- Generated from benchmarks/results/gpu-proof-*.json by `python -m tests.gpu.proof.gpu_report`; a test compares. -->
 
 Every claim about GPUs, with what was **seen on a GPU** of the tests of `tests/gpu` and the benchmarks that show it; the
 column **emulated** is no GPU: it is the same tests on a CPU that plays CUDA devices
@@ -44,7 +44,7 @@ _IN_SHORT = {"confirmed": "passed", "in part": "in part", "failed": "failed"}  #
 @program("cannot report")
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, and say from what."""
-    parser = Parser(prog="python -m spmdrl.tools.gpu_report", description=__doc__)
+    parser = Parser(prog="python -m tests.gpu.proof.gpu_report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="gpu-proof-*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu-confirmed.md", help="the page to write")
     parser.add_argument("--emulated", metavar="LINES", type=Path, help="what `make test-gpu DEVICE=emulated` saw")

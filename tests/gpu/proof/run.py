@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from spmdrl.tools.proof import tests_seen
-from spmdrl.tools.proof.stages import Stage, Step
+from tests.gpu.proof import tests_seen
+from tests.gpu.proof.stages import Stage, Step
 
 PASSED, FAILED, SKIPPED, KILLED = "passed", "failed", "skipped", "killed"
 RUNNING, NOT_REACHED = "running", "not reached"  # RUNNING stays where the stage itself was killed

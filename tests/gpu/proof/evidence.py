@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spmdrl.tools.proof.claims import Claim
-from spmdrl.tools.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, RUNNING, Record
+from tests.gpu.proof.claims import Claim
+from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, RUNNING, Record
 
 Kind = Literal["passed", "failed", "not run"]
 
