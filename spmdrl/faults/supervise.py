@@ -378,7 +378,7 @@ def tell(ending: Ending) -> int:
     """Print the last words of a launch; returns its exit code."""
     if ending.code in (EXIT_INTERRUPTED, EXIT_LOST_RANK, EXIT_HANG) and sys.stdout.isatty():
         with contextlib.suppress(OSError):  # the rank that hid the cursor for its display may have been killed
-            sys.stdout.write("\x1b[?25h")
+            sys.stdout.write("\x1b[?25h\n")
             sys.stdout.flush()
     if ending.text:
         say(ending.text, sys.stderr)
