@@ -13,7 +13,7 @@ from tests.helpers.broken_library import break_library
 from tests.helpers.small_run import sums_from_files, write_small_run
 
 TESTS = Path(__file__).parents[1]
-IMPORTED = ("tests.helpers", "tests.emulated_cuda", "tests.fake_cuda.build")  # helpers, and what plays a device
+IMPORTED = ("tests.helpers", "tests.emulated_cuda", "tests.fake_cuda.build", "tests.gpu.proof")  # helpers, and what plays a device
 
 
 def test_no_test_module_is_imported() -> None:
