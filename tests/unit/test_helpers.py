@@ -13,7 +13,8 @@ from tests.helpers.broken_library import break_library
 from tests.helpers.small_run import sums_from_files, write_small_run
 
 TESTS = Path(__file__).parents[1]
-IMPORTED = ("tests.helpers", "tests.emulated_cuda", "tests.fake_cuda.build", "tests.gpu.proof")  # helpers, and what plays a device
+# Helpers, what plays a device, and the program that runs the tests of devices.
+IMPORTED = ("tests.helpers", "tests.emulated_cuda", "tests.fake_cuda.build", "tests.gpu.proof")
 
 
 def test_no_test_module_is_imported() -> None:
