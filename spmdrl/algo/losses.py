@@ -66,7 +66,7 @@ AGGREGATIONS: dict[str, Formula] = {
 }
 
 
-# Per-token losses. They stay per token: `aggregation.token_weights` says what each counts in the global loss.
+# Per-token losses. They stay per token: `token_weights` says what each counts in the global loss.
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ def clip_cov(
 ) -> PolicyLoss:
     """PPO's loss, but 0 and without gradient at chosen [T] bool, Clip-Cov arXiv:2505.22617.
 
-    `covariance.random_priorities` says which tokens are chosen.
+    `random_priorities` says which tokens are chosen.
     """
     loss = ppo(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
     chosen = chosen & loss_mask
@@ -320,7 +320,7 @@ def kl_cov(
 ) -> PolicyLoss:
     """-ratio A, and at chosen [T] bool + cov_kl_coef |logprobs - old_logprobs|, KL-Cov arXiv:2505.22617.
 
-    Nothing is clipped. The chosen tokens are those of the greatest covariance, see `covariance.covariances`.
+    Nothing is clipped. The chosen tokens are those of the greatest covariance, see `covariances`.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     ratio = log_ratio.exp()

@@ -31,9 +31,9 @@ class AdapterVersion:
     @property
     def scale(self) -> float:
         """The factor of B A."""
-        about = self.config
         from spmdrl.model.lora.adapters import LoraScaling  # an engine without adapters needs no more than this file
 
+        about = self.config
         return LoraScaling(rank=about["r"], alpha=about["lora_alpha"], rslora=about.get("use_rslora", False)).scale
 
 
