@@ -106,6 +106,55 @@ inline std::tuple<Tensor, Tensor, Tensor> flash_backward(
   return {dq, dk, dv};
 }
 
+inline std::vector<int64_t> last_dimensions(at::IntArrayRef shape) {
+  std::vector<int64_t> last(shape.size());
+  std::iota(last.begin(), last.end(), -int64_t(shape.size()));
+  return last;
+}
+
+// The root mean square of the last dimensions, in float32, as on a device one launch that saves `rstd` [..., 1].
+inline std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, at::IntArrayRef shape,
+                                           const std::optional<Tensor>& maybe_weight, std::optional<double> eps) {
+  auto weight = maybe_weight.value_or(Tensor());
+  Launch launch(x.device().index(), "rms_norm");
+  for (const auto& each : {x, weight}) launch.access(each, false);
+  auto sizes = x.sizes().vec();
+  std::fill(sizes.end() - shape.size(), sizes.end(), 1);
+  auto out = at::empty(x.sizes(), x.options()), rstd = at::empty(sizes, x.options().dtype(at::kFloat));
+  auto last = last_dimensions(shape);
+  auto wide = host(x).to(at::kFloat);
+  auto scale = (wide.square().mean(last, true) + eps.value_or(std::numeric_limits<float>::epsilon())).rsqrt();
+  host(rstd).copy_(scale);
+  auto normed = wide * scale;
+  host(out).copy_(weight.defined() ? normed * host(weight).to(at::kFloat) : normed);
+  launch.access(out, true);
+  launch.access(rstd, true);
+  return {out, rstd};
+}
+
+inline std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, at::IntArrayRef shape,
+                                                    const Tensor& rstd, const std::optional<Tensor>& maybe_weight,
+                                                    std::array<bool, 2> wanted) {
+  auto weight = maybe_weight.value_or(Tensor());
+  Launch launch(x.device().index(), "rms_norm_backward");
+  for (const auto& each : {grad, x, rstd, weight}) launch.access(each, false);
+  auto last = last_dimensions(shape);
+  auto wide = host(grad).to(at::kFloat), scale = host(rstd), normed = host(x).to(at::kFloat) * scale;
+  auto slope = weight.defined() ? wide * host(weight).to(at::kFloat) : wide;
+  Tensor dx, dweight;
+  if (wanted[0]) {
+    dx = at::empty(x.sizes(), x.options());
+    host(dx).copy_((slope - normed * (slope * normed).mean(last, true)) * scale);
+    launch.access(dx, true);
+  }
+  if (wanted[1] && weight.defined()) {
+    dweight = at::empty(weight.sizes(), weight.options());
+    host(dweight).copy_((wide * normed).reshape({-1, weight.numel()}).sum(0).view(shape));
+    launch.access(dweight, true);
+  }
+  return {dx, dweight};
+}
+
 inline Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   Launch launch(x.device().index(), "histc");
   launch.access(x, false);
@@ -177,6 +226,8 @@ inline void register_operators(torch::Library& m) {
   m.impl("record_stream", record_stream);
   m.impl("_flash_attention_forward", flash_forward);
   m.impl("_flash_attention_backward", flash_backward);
+  m.impl("_fused_rms_norm", rms_norm);
+  m.impl("_fused_rms_norm_backward", rms_norm_backward);
   // Not by way of CUDA's own convolutions, which the CPU lacks.
   for (auto* name : {"convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
