@@ -121,17 +121,17 @@ def is_alive(pid: int) -> bool:
 
 def test_the_report_says_what_was_seen(record: dict[str, Any]) -> None:
     claims = [
-        Claim("Measured.", steps=("measured",)),
-        Claim("Good.", tests=("mixed::test_good",)),
-        Claim("Half.", tests=("mixed::test_half",)),
-        Claim("Two devices.", tests=("mixed::test_alone",)),
-        Claim("Broken.", tests=("broken::test_any",)),
-        Claim("Died.", tests=("mixed::test_dies",)),
-        Claim("Later.", tests=("mixed::test_later",)),
-        Claim("Hung.", steps=("hangs",)),
-        Claim("Late.", steps=("late",)),
+        Claim("All", "Measured.", steps=("measured",)),
+        Claim("All", "Good.", tests=("mixed::test_good",)),
+        Claim("All", "Half.", tests=("mixed::test_half",)),
+        Claim("All", "Two devices.", tests=("mixed::test_alone",)),
+        Claim("All", "Broken.", tests=("broken::test_any",)),
+        Claim("All", "Died.", tests=("mixed::test_dies",)),
+        Claim("All", "Later.", tests=("mixed::test_later",)),
+        Claim("All", "Hung.", steps=("hangs",)),
+        Claim("All", "Late.", steps=("late",)),
     ]
-    lines = gpu_report.page({"gpu-proof-t": record}, {"All": claims}).splitlines()
+    lines = gpu_report.page({"gpu-proof-t": record}, claims).splitlines()
     seen = [line.split(" | ")[1].partition(" in test")[0] for line in lines if re.match(r"\| [\w ]+\. \|", line)]
     assert seen[:2] == ["ran; the figures are below", "confirmed, by 1 test"]
     assert seen[2].startswith("failed: `mixed::test_half[y]`: AssertionError: assert 'y' == 'x'")

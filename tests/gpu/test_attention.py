@@ -54,6 +54,10 @@ def output_and_gradients(
     return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
 
 
+@pytest.mark.claim(
+    "Attention and models",
+    "`varlen_attn` and SDPA give the outputs and gradients of the CPU: grouped heads, windows, sinks, earlier keys.",
+)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("earlier", [0, 70])
@@ -72,6 +76,7 @@ def test_forward_and_backward_equal_the_cpu(
         assert (one - other).norm() < 0.02 * other.norm() + 0.02 * one.numel() ** 0.5 * (window == 1)
 
 
+@pytest.mark.claim("Attention and models", "flash-attn 2 and 3 give the outputs and gradients of the CPU.")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     ("kernel", "module"), [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface")]
@@ -90,6 +95,11 @@ def test_flash_attn_equals_the_cpu(kernel: Kernel, module: str, window: int | No
 TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (3.0, 0.03)}
 
 
+@pytest.mark.claim(
+    "Attention and models",
+    "Packed log-probabilities of Qwen3, Llama, Gemma 3, Qwen3-MoE, gpt-oss, Qwen3-Next and Qwen3.5 equal those of "
+    "transformers on the CPU.",
+)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("save", MODELS, ids=lambda save: save.__name__.removeprefix("save_"))
 def test_packed_logprobs_equal_those_of_transformers_on_the_cpu(

@@ -17,6 +17,8 @@ from tests.helpers.context import STYLES, local_part, offsets_of, with_gradients
 from tests.helpers.device_sizes import sized
 from tests.helpers.ranks import run_ranks
 
+CONTEXT = pytest.mark.claim("Several devices", "Context parallelism: two devices attend as one, with every kernel.")
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 HEADS, HEAD_DIM = 8, sized(64, emulated=16)
@@ -61,6 +63,7 @@ def _kernel_equals_float32(kernel: Kernel, has_sinks: bool) -> None:
 CASES = [*product(("sdpa", "varlen"), (False, True)), ("flash_attn_2", False), ("flash_attn_3", False)]
 
 
+@CONTEXT
 @pytest.mark.parametrize(("kernel", "has_sinks"), CASES)
 def test_two_devices_attend_as_one(kernel: Kernel, has_sinks: bool) -> None:
     try:
@@ -80,5 +83,6 @@ def _gathered() -> None:
         torch.testing.assert_close(own, 2 * local.detach(), rtol=0, atol=0)
 
 
+@CONTEXT
 def test_tokens_are_gathered_between_devices() -> None:
     run_ranks(2, _gathered)

@@ -32,6 +32,9 @@ def _objective(
     return result.loss_sum.detach().cpu(), logprobs.grad.cpu(), measured
 
 
+@pytest.mark.claim(
+    "Training on one device", "Corrections of the mismatch, and what is measured of it, are those of the host."
+)
 @pytest.mark.parametrize("settings", CORRECTIONS, ids=str)
 def test_a_correction_on_a_device_is_that_on_the_host(settings: dict[str, Any]) -> None:
     (micro_batch, now), correction = batch(random_columns(), [8])[0], CorrectionConfig(**settings)

@@ -11,6 +11,12 @@ from torch import Tensor
 from tests.helpers.device_sizes import CUT_OFF, EMULATED, sized
 from tests.helpers.fused_cases import CASES, EMPTY, HALF, Case, eager, gradients, inputs_of
 
+FUSED = pytest.mark.claim(
+    "Attention and models",
+    "Fused norms, rotary embeddings and SwiGLU equal plain functions, and are no further from the truth than "
+    "transformers' operations.",
+)
+
 CUDA = torch.device("cuda")
 
 
@@ -19,6 +25,7 @@ def on_device(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(x.untyped_storage()).to(CUDA).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+@FUSED
 @pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
 def test_kernels_equal_plain_functions(case: Case) -> None:
     given = inputs_of(case, torch.float32)
@@ -27,6 +34,7 @@ def test_kernels_equal_plain_functions(case: Case) -> None:
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-5, atol=1e-5)
 
 
+@FUSED
 @pytest.mark.parametrize("case", [case for case in CASES if math.prod(case.shape) > 100], ids=str)
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Case, dtype: torch.dtype) -> None:
@@ -41,6 +49,7 @@ def test_half_precision_is_no_further_from_the_truth_than_transformers(case: Cas
         assert (mine.cpu() - right).abs().sum() <= 1.05 * (other.cpu() - right).abs().sum()
 
 
+@FUSED
 def test_a_weights_gradient_is_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from spmdrl.model import fused_triton
 

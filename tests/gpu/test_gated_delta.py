@@ -46,6 +46,7 @@ def require_near_the_cpu(dtype: torch.dtype, limit: float) -> None:
         assert (found[name] - wanted).norm() < limit * wanted.norm(), name
 
 
+@pytest.mark.claim("Attention and models", "Gated delta nets on packed sequences equal the CPU, by plain products.")
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
 def test_plain_products_equal_the_cpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float) -> None:
     for name in ("has_rule", "has_conv"):
@@ -53,6 +54,10 @@ def test_plain_products_equal_the_cpu(monkeypatch: pytest.MonkeyPatch, dtype: to
     require_near_the_cpu(dtype, limit)
 
 
+@pytest.mark.claim(
+    "Attention and models",
+    "Gated delta nets on packed sequences equal the CPU, by the kernels of flash-linear-attention and causal-conv1d.",
+)
 def test_the_packages_kernels_equal_the_cpu() -> None:
     pytest.importorskip("fla")
     pytest.importorskip("causal_conv1d")

@@ -24,6 +24,12 @@ from tests.helpers.logits_tiles import (
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
 
+HEAD = pytest.mark.claim(
+    "Attention and models",
+    "The head's tiles in Triton equal torch's and are no further from float64; a forward pass waits for nothing; the "
+    "head's memory is as predicted.",
+)
+
 CUDA = torch.device("cuda")
 
 
@@ -34,6 +40,7 @@ def adds_products() -> Iterator[None]:
         yield
 
 
+@HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float) -> None:
@@ -43,6 +50,7 @@ def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: 
         require_same(logits_tile_triton, logits_tile, case(*size, dtype, "cuda"), temperature)
 
 
+@HEAD
 @pytest.mark.skipif(EMULATED, reason=CUT_OFF)
 def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> None:
     torch.manual_seed(0)
@@ -68,6 +76,7 @@ def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> N
         assert (ours - true).norm() <= 1.05 * (torchs - true).norm() + 1e-9 * true.norm()
 
 
+@HEAD
 def test_a_forward_pass_never_waits_for_the_device() -> None:
     sizes = sized({}, emulated={"hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
     policy = policy_of("none", dtype=torch.bfloat16, kernel="varlen", num_hidden_layers=2, **sizes).to(CUDA)
@@ -81,6 +90,7 @@ def test_a_forward_pass_never_waits_for_the_device() -> None:
     assert torch.equal(scores.logprobs.cpu() != 0, micro_batch.loss_mask)
 
 
+@HEAD
 def test_the_memory_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cuda", PEAK_TILE_ELEMENTS)
     assert 0.85 < peak_over_prediction(FAST_HEAD.tile_on("cuda"), torch.bfloat16, 512, on_gpu=True) < 1.1

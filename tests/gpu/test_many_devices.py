@@ -23,9 +23,21 @@ from tests.helpers.parity import assert_same_change, initial, trained
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refits import refit_differences
 
+REFITS = pytest.mark.claim(
+    "Several devices",
+    "Refits on two devices: engine weights equal trainer weights, and each rank's buckets are opened on its own "
+    "device.",
+)
+LAYOUTS = pytest.mark.claim(
+    "Several devices",
+    "Context, tensor and expert parallelism on two devices, and replicas of shards on four, give what one device "
+    "gives.",
+)
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
+@pytest.mark.claim("Several devices", "Two devices compute the gradients of one (FSDP over NCCL).")
 def test_two_devices_give_the_gradients_of_one(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path)
     options = {"model": {"compute_dtype": "float32"}}
@@ -33,6 +45,7 @@ def test_two_devices_give_the_gradients_of_one(tmp_path: Path) -> None:
     assert_same_change({k: v.cpu() for k, v in one.items()}, {k: v.cpu() for k, v in two.items()}, initial(path), 1e-4)
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     ("save", "layouts"),
     [(save_qwen3, ("dp 2", "cp 2", "cp 2 (ulysses)", "tp 2")), (save_qwen3_moe, ("ep 2", "tp 2 x ep 2"))],
@@ -45,12 +58,14 @@ def test_layouts_of_two_devices_give_what_one_gives(
     require_same(matrix(by_reward(path, compute_dtype="float32"), lambda case: case.name in layouts))
 
 
+@LAYOUTS
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 def test_replicas_of_shards_give_what_one_device_gives(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
     require_same(matrix(by_reward(path, compute_dtype="float32"), lambda case: case.name.startswith("hsdp 2")))
 
 
+@REFITS
 def test_engine_weights_equal_trainer_weights(tmp_path: Path) -> None:
     for differences in run_ranks(2, refit_differences, (save_qwen3(tmp_path), torch.bfloat16, 1024)):
         assert differences == [[0.0, 0.0]]
@@ -75,6 +90,7 @@ def _opened_by_another_process(path: str) -> list[str]:
         return [name for name in whole if not torch.equal(held[name], whole[name])]
 
 
+@REFITS
 def test_each_ranks_buckets_are_opened_on_its_own_device(tmp_path: Path) -> None:
     if problem := cuda_ipc_problem(torch.device("cuda", 0)):
         pytest.skip(problem)

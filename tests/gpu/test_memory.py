@@ -32,6 +32,9 @@ from tests.helpers.device_sizes import sized
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 
+SLEEP = pytest.mark.claim("Memory", "A sleeping trainer gives its memory back, and wakes bit for bit as it was.")
+HANDOVER = pytest.mark.claim("Memory", "Memory is checked when the device changes hands; random states are kept apart.")
+
 CUDA = torch.device("cuda")
 BUCKET_BYTES = SPARE = sized(16 * MIB, emulated=MIB)
 
@@ -65,6 +68,7 @@ def no_span(_: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@SLEEP
 @pytest.mark.parametrize("moves", ["optimizer", "all"])
 def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
@@ -95,6 +99,7 @@ def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> N
         del learner, memory
 
 
+@SLEEP
 def test_training_with_sleep_is_bitwise_training_without(qwen3: str) -> None:
     results = []
     for moves in ("none", "all"):
@@ -122,6 +127,10 @@ def engine_for(path: str, world: Any) -> TorchEngine:
     )
 
 
+@pytest.mark.claim(
+    "Weights reach the engine",
+    "The embedded torch engine holds the trainer's weights after a refit in buckets, and agrees with it.",
+)
 def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
@@ -147,6 +156,7 @@ def test_a_refit_from_the_host_gives_the_engine_the_trainers_weights(qwen3: str)
         del learner, memory, refit
 
 
+@HANDOVER
 def test_the_handover_catches_a_leak(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
@@ -191,6 +201,7 @@ def test_the_handover_catches_a_leak(qwen3: str) -> None:
         del learner, memory, refit, handover, leak
 
 
+@HANDOVER
 def test_random_states_of_the_device_are_kept_apart(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)

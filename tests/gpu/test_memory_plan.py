@@ -35,6 +35,10 @@ from tests.helpers.models import save_qwen3
 from tests.helpers.policies import policy_of, tokens
 from tests.helpers.sequences import random_sequences
 
+PREDICTED = pytest.mark.claim(
+    "Memory", "Predicted memory is near what torch allocates: activations, an update, the peak of a phase."
+)
+
 CUDA = torch.device("cuda")
 SIZES = sized(
     {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128},
@@ -51,6 +55,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen3(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=6, **SIZES)
 
 
+@PREDICTED
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -86,6 +91,7 @@ def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_to
     return max(len(micro_batch.token_ids) for mini_batch in batch.mini_batches for micro_batch in mini_batch)
 
 
+@pytest.mark.claim("Memory", "The optimizer's state on the host gives the bits of that on the device.")
 def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str) -> None:
     results: dict[bool, tuple[list[Tensor], int]] = {}
     for on_host in (False, True):
@@ -113,6 +119,7 @@ def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str) -> None:
     assert results[False][1] - results[True][1] > 2 * weights - MIB
 
 
+@PREDICTED
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
@@ -137,6 +144,7 @@ def test_an_update_takes_what_the_plan_says(qwen3: str, level: str) -> None:
     assert 0.7 < predicted / measured < 1.3, (predicted / MIB, measured / MIB)
 
 
+@PREDICTED
 def test_the_peak_of_a_phase_is_its_own() -> None:
     with Report(ReportConfig(console="plain"), None, num_steps=1, active=False) as report:
         kept = torch.zeros(4 * MIB, dtype=torch.uint8, device=CUDA)

@@ -32,6 +32,13 @@ from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 from tests.helpers.small_run import rows, sums_from_files, torchrun, write_small_run
 
+RANDOM = pytest.mark.claim(
+    "Training on one device", "Random numbers are those of the CPU, and tokens can be drawn deterministically."
+)
+LEVERS = pytest.mark.claim(
+    "Memory", "Gradient checkpointing, full and selective, and host offload do not change an update."
+)
+
 CUDA = torch.device("cuda")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -41,11 +48,16 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen3(tmp_path_factory.mktemp("qwen3"), **SIZES)
 
 
+@RANDOM
 def test_random_numbers_are_those_of_the_cpu() -> None:
     seeds, places = torch.arange(-500, 500) * 2**51 + 12345, torch.arange(1000)
     assert torch.equal(uniform(seeds.to(CUDA), places.to(CUDA)).cpu(), uniform(seeds, places))
 
 
+@pytest.mark.claim(
+    "Attention and models",
+    "`varlen_attn` and SDPA give the outputs and gradients of the CPU: grouped heads, windows, sinks, earlier keys.",
+)
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_varlen_kernel_equals_sdpa(window: int | None) -> None:
     seqlens = [1, 3, 3, 17, 40]
@@ -82,6 +94,11 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         return weights, {name: metric.value() for name, metric in metrics.items()}
 
 
+@pytest.mark.claim(
+    "Training on one device",
+    "In float32, bfloat16 and float16 the first update has ratios of exactly 1 and a divergence from the reference of"
+    " exactly 0.",
+)
 def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         _, metrics = trained(qwen3, dtype)
@@ -89,6 +106,7 @@ def test_the_first_update_is_exactly_on_policy(qwen3: str) -> None:
         assert metrics["update/k3_ref_nats"] == 0.0
 
 
+@LEVERS
 @pytest.mark.parametrize(
     "changes", [{"gradient_checkpointing": "full"}, {"gradient_checkpointing": "selective"}, {"cpu_offload": True}]
 )
@@ -99,6 +117,7 @@ def test_memory_levers_do_not_change_the_update(qwen3: str, changes: dict[str, b
         torch.testing.assert_close(usual[name], other[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.claim("Training on one device", "A critic learns next to the policy (PPO).")
 @pytest.mark.parametrize("changes", [{}, {"cpu_offload": True}])
 def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, changes: dict[str, bool]) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
@@ -119,6 +138,7 @@ def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, change
         del critic, learner
 
 
+@LEVERS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
@@ -129,6 +149,7 @@ def test_offloaded_shards_live_on_the_host(qwen3: str, dtype: str) -> None:
         del policy
 
 
+@RANDOM
 def test_tokens_can_be_drawn_deterministically() -> None:
     p = torch.rand(5, 1000, device=CUDA)
     plain = p.cumsum(-1)
@@ -140,6 +161,9 @@ def test_tokens_can_be_drawn_deterministically() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.claim(
+    "Training on one device", "An update in bfloat16, or in float16 with loss scaling, stays near one in float32."
+)
 def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
     start = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(qwen3).named_parameters()}
     full, _ = trained(qwen3, "float32")
@@ -150,6 +174,10 @@ def test_half_precision_stays_near_full_precision(qwen3: str) -> None:
             assert (full[name] - half[name]).norm() / scale < 0.1, (dtype, name)
 
 
+@pytest.mark.claim(
+    "Weights reach the engine",
+    "The embedded torch engine holds the trainer's weights after a refit in buckets, and agrees with it.",
+)
 def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
@@ -180,6 +208,9 @@ def test_engine_and_trainer_agree_after_a_refit(qwen3: str) -> None:
         del policy
 
 
+@pytest.mark.claim(
+    "Training on one device", "A run with the embedded torch engine learns, and takes no more memory from step to step."
+)
 def test_a_short_run_learns_and_leaves_the_memory_it_took(tmp_path: Path) -> None:
     write_small_run(tmp_path, model={"hidden_size": 64, "num_layers": 2}, **sums_from_files(tmp_path))
     torchrun(tmp_path, 1, "run.num_steps=20", "run.deterministic=false")

@@ -10,6 +10,7 @@ import torch
 from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
 
 
+@pytest.mark.claim("Training on one device", "Policy losses and their gradients are those of the host.")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_the_host(case: dict[str, Any]) -> None:
     logprobs, micro_batch = random_micro_batch()

@@ -22,6 +22,16 @@ from tests.helpers.device_sizes import sized
 from tests.helpers.models import save_qwen3
 from tests.helpers.other_process import OtherProcess
 
+CUDA_IPC = pytest.mark.claim(
+    "Weights reach the engine",
+    "Through CUDA IPC another process holds the weights bit for bit; buckets are complete when they are read; a "
+    "flipped bit is noticed; 50 refits leave nothing behind.",
+)
+SHARED_MEMORY = pytest.mark.claim(
+    "Weights reach the engine",
+    "Through pinned shared memory another process holds the weights bit for bit; 50 refits leave nothing behind.",
+)
+
 MIB = 2**20
 NUM_REFITS = sized(50, emulated=20)
 BUCKET_BYTES = sized(8 * MIB, emulated=MIB)
@@ -63,11 +73,14 @@ def skip_without(transport: str) -> None:
         pytest.skip(problem)
 
 
+@CUDA_IPC
 def test_the_check_answers() -> None:
     problem = cuda_ipc_problem(torch.device("cuda", 0))
     assert problem is None or problem.startswith("one process cannot open another's device memory (")
 
 
+@CUDA_IPC.with_args(case="cuda_ipc")
+@SHARED_MEMORY.with_args(case="shared_memory")
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
 def test_another_process_holds_the_weights_bit_for_bit(qwen3: str, transport: str) -> None:
     skip_without(transport)
@@ -80,6 +93,7 @@ def test_another_process_holds_the_weights_bit_for_bit(qwen3: str, transport: st
             assert torch.equal(held[name], parameter.full_tensor().bfloat16().cpu()), name
 
 
+@CUDA_IPC
 def test_a_bucket_is_not_read_before_it_is_complete(qwen3: str) -> None:
     """Work that the stream has still to do when a bucket is handed over belongs to it."""
     skip_without("cuda_ipc")
@@ -96,6 +110,7 @@ def test_a_bucket_is_not_read_before_it_is_complete(qwen3: str) -> None:
             refit(version=version)
 
 
+@CUDA_IPC
 def test_digests_on_the_device_are_the_hosts() -> None:
     torch.manual_seed(0)
     table = torch.randn(2, 2**17)  # two whole tables of a digest
@@ -109,6 +124,7 @@ def test_digests_on_the_device_are_the_hosts() -> None:
     assert digests({name: [x.cuda() for x in parts] for name, parts in weights.items()}) == digests(weights)
 
 
+@CUDA_IPC
 def test_a_flipped_bit_is_noticed(qwen3: str) -> None:
     skip_without("cuda_ipc")
     with refitted(qwen3, "cuda_ipc", "every") as (_, engine, refit):
@@ -124,6 +140,8 @@ def test_a_flipped_bit_is_noticed(qwen3: str) -> None:
             refit(version=0)
 
 
+@CUDA_IPC.with_args(case="cuda_ipc")
+@SHARED_MEMORY.with_args(case="shared_memory")
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
 def test_refits_take_no_more_device_memory(qwen3: str, transport: str) -> None:
     skip_without(transport)

@@ -22,6 +22,10 @@ from tests.helpers.small_run import (
 MODEL = {"hidden_size": 64, "num_layers": 2}
 
 
+@pytest.mark.claim(
+    "Training on one device",
+    "A run that stopped and was resumed exports the weights, and has the metrics, of one that never stopped.",
+)
 @pytest.mark.timeout(sized(240, emulated=900))
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(tmp_path: Path) -> None:
     write_small_run(tmp_path, model=MODEL, **sums_from_files(tmp_path))
@@ -33,6 +37,7 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(tmp_path: Path) -> N
     assert steady_rows(whole) == steady_rows(stopped)
 
 
+@pytest.mark.claim("Training on one device", "Fine-tuning by `spmdrl.sft` learns.")
 @pytest.mark.timeout(sized(120, emulated=600))
 def test_fine_tuning_learns(tmp_path: Path) -> None:
     tables = sums_from_files(tmp_path)

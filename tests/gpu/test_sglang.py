@@ -60,6 +60,9 @@ def slept_and_woke(path: str, transport: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.claim(
+    "SGLang on one device", "Its sleep gives the memory back, its wake takes it again, and it answers as before."
+)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["auto", "shared_memory"])
 def test_sleep_gives_the_memory_back_and_wake_takes_it(tmp_path: Path, transport: str) -> None:
@@ -94,6 +97,7 @@ def woke_to_batches(path: str, sizes: list[int]) -> list[list[int]]:
         return lengths
 
 
+@pytest.mark.claim("SGLang on one device", "After a wake, batches that are padded to a CUDA graph read no garbage.")
 @pytest.mark.timeout(600)
 def test_batches_that_are_padded_to_a_graph_read_no_garbage_after_a_wake(tmp_path: Path) -> None:
     """The rows of padding stand in memory that was given back; out of bounds, they end the engine's process."""
@@ -112,6 +116,7 @@ def shared_by_two(path: str) -> int:
         return rank.engine.version
 
 
+@pytest.mark.claim("Several devices", "One SGLang engine on two devices holds the trainer's weights.")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) -> None:
@@ -137,6 +142,7 @@ def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, A
     return steps
 
 
+@pytest.mark.claim("SGLang on one device", "A run shares the device with SGLang, and learns.")
 @pytest.mark.timeout(600)
 def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
     steps = short_run(tmp_path, 1, 'offload.engine=["kv_cache", "weights"]', "offload.trainer=all")
@@ -144,6 +150,7 @@ def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
     assert all(row["mismatch/max_abs_nats"] < 0.5 for row in steps[1:])
 
 
+@pytest.mark.claim("Several devices", "One device trains while another samples (disaggregated).")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_device_trains_while_the_other_samples(tmp_path: Path) -> None:

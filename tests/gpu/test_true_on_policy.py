@@ -16,6 +16,12 @@ from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operator
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
 
+PACKS = pytest.mark.claim(
+    "SGLang on one device",
+    "With `true_on_policy = true`, products, means, log-softmax and attention over a pack have the bits of each "
+    "sequence alone.",
+)
+
 SEQLENS, PROMPTS = [5, 300, 1, 70, 513], [3, 1, 1, 70, 200]
 NO_SGLANG = "SGLang is not installed"
 
@@ -39,6 +45,9 @@ def train(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return finished_torchrun(1, str(tmp_path / "c.toml"), "true_on_policy=true", *overrides, timeout_s=580)
 
 
+@pytest.mark.claim(
+    "SGLang on one device", "With `true_on_policy = true`, the embedded engine is refused by name on a CUDA device."
+)
 @pytest.mark.timeout(300)
 def test_the_embedded_engine_is_refused_by_name(tmp_path: Path) -> None:
     done = train(tmp_path)
@@ -52,6 +61,7 @@ def rows_alone_and_together(function: Callable[[torch.Tensor], torch.Tensor], x:
         assert torch.equal(function(x[part]), together[part]), part
 
 
+@PACKS
 @needs_sglang
 def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
     skip_without("triton")
@@ -68,6 +78,7 @@ def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
     torch.testing.assert_close(sglang_kernels.log_softmax(x), x.float().log_softmax(-1).bfloat16())
 
 
+@PACKS
 @needs_sglang
 @pytest.mark.parametrize(
     "backend, heads",
@@ -104,6 +115,7 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
 
 
+@PACKS
 @needs_sglang
 @pytest.mark.parametrize("heads", [(4, 4, 128), (8, 2, 128), (16, 1, 128), (4, 2, 96), (4, 2, 256)])
 def test_fa3_gives_a_query_the_same_bits_alone_and_among_others(heads: tuple[int, int, int]) -> None:
@@ -133,6 +145,16 @@ def test_fa3_gives_a_query_the_same_bits_alone_and_among_others(heads: tuple[int
         assert torch.equal(attended(queries), together[queries]), queries
 
 
+@pytest.mark.claim(
+    "SGLang on one device",
+    'With `true_on_policy = true` and `"triton"`, the mismatch of a run is exactly 0.0.',
+    case="triton",
+)
+@pytest.mark.claim(
+    "SGLang on one device",
+    'With `true_on_policy = true` and `"fa3"`, the mismatch of a run is exactly 0.0.',
+    case="fa3",
+)
 @needs_sglang
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fa3", "triton"])

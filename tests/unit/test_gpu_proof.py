@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from spmdrl.tools import commit
 from tests.gpu.proof import facts, gpu_proof, gpu_report, tests_seen
-from tests.gpu.proof.claims import CLAIMS, Claim
+from tests.gpu.proof.claims import Claim, claims
 from tests.gpu.proof.evidence import NO_EVIDENCE, judge, outcomes
 from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, last_object
 from tests.gpu.proof.stages import STAGES, Step
@@ -25,35 +24,29 @@ GPU_TESTS = ROOT / "tests/gpu"
 MAX_STAGE_S = 9 * 60.0
 
 
-def gpu_tests(folder: Path) -> set[str]:
-    """Every test, as claims name them; nothing is imported."""
-    found = set()
-    for path in folder.glob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.add(f"{path.stem.removeprefix('test_')}::{node.name}")
-    return found
-
-
-def all_claims() -> Iterator[Claim]:
-    return (claim for claims in CLAIMS.values() for claim in claims)
-
-
 def all_steps() -> list[Step]:
     return [step for stage in STAGES.values() for step in stage.steps]
 
 
-def test_every_test_belongs_to_a_claim_and_every_claim_names_tests_and_steps_that_exist() -> None:
-    claimed = {test.partition("[")[0] for claim in all_claims() for test in claim.tests}
-    assert claimed == gpu_tests(GPU_TESTS)
-    assert {name for claim in all_claims() for name in claim.steps} <= {step.name for step in all_steps()}
+def test_every_test_has_a_claim_and_every_case_of_a_claim_exists() -> None:
+    claimed = {test for claim in claims() for test in claim.tests}
+    for path in GPU_TESTS.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                name = f"{path.stem.removeprefix('test_')}::{node.name}"
+                cases = {test.removeprefix(f"{name}[")[:-1] for test in claimed if test.startswith(f"{name}[")}
+                assert cases or name in claimed, f"{name} has no mark `claim`"
+                words = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                assert cases <= words, f"{name} has other cases than its claims: {cases}"
 
 
-def test_a_test_that_no_claim_names_is_found(tmp_path: Path) -> None:
-    (tmp_path / "test_new.py").write_text(
-        "def test_speed(): ...\n\n\nclass TestMore:\n    def test_inside(self): ...\n"
+def test_a_sentence_is_one_claim_with_all_of_its_evidence() -> None:
+    assert len({claim.sentence for claim in claims()}) == len(claims())
+    (refit,) = (claim for claim in claims() if claim.sentence.startswith("The embedded torch engine holds"))
+    assert refit.tests == (
+        "one_device::test_engine_and_trainer_agree_after_a_refit",
+        "memory::test_a_refit_from_the_host_gives_the_engine_the_trainers_weights",
     )
-    assert gpu_tests(tmp_path) == {"new::test_speed", "new::test_inside"}
 
 
 def test_every_file_of_tests_is_run_once_and_every_program_is_there() -> None:
@@ -74,7 +67,7 @@ def test_a_stage_ends_within_nine_minutes() -> None:
 def test_the_page_is_what_the_tool_makes_of_the_committed_results() -> None:
     records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in gpu_report.committed(ROOT)}
     shown = (ROOT / "docs/gpu-confirmed.md").read_text(encoding="utf-8")
-    assert shown == gpu_report.page(records, CLAIMS, emulated=gpu_report.emulated()), (
+    assert shown == gpu_report.page(records, claims(), emulated=gpu_report.emulated()), (
         "run `python -m tests.gpu.proof.gpu_report`"
     )
 
@@ -91,7 +84,7 @@ def of_tests(*, status: str = PASSED, passed: tuple[str, ...] = (), **reasons: d
 
 
 A, B = "tests/gpu/test_a.py::test_one", "tests/gpu/test_a.py::test_two"
-CLAIM = Claim("Both.", tests=("a::test_one", "a::test_two"))
+CLAIM = Claim("Training", "Both.", tests=("a::test_one", "a::test_two"))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +119,11 @@ def test_what_was_seen_of_a_claim(step: dict[str, Any], result: str) -> None:
 
 def test_a_claim_about_a_program_follows_from_its_step() -> None:
     step = {"name": "refit", "command": "python x.py", "status": PASSED, "exit_code": 0, "seconds": 1.0}
-    claim = Claim("Fast.", steps=("refit",))
+    claim = Claim("Speed", "Fast.", steps=("refit",))
     assert judge(claim, outcomes({"one": record(step)})).result == "ran; the figures are below"
     failed = step | {"status": FAILED, "exit_code": 1, "tail": ["Traceback", "ValueError: no", ""]}
     assert judge(claim, outcomes({"one": record(failed)})).result == "failed: `refit`: exit code 1: ValueError: no"
-    assert judge(Claim("Unseen."), outcomes({"one": record(step)})).result == NO_EVIDENCE
+    assert judge(Claim("Speed", "Unseen."), outcomes({"one": record(step)})).result == NO_EVIDENCE
 
 
 def test_the_newest_record_decides_and_one_that_skipped_does_not() -> None:
@@ -146,7 +139,7 @@ def test_the_page_shows_machines_and_figures() -> None:
     whole = {"size": "4b", "fused": {"gb_per_s": 123.456, "all_s": [1.0]}, "ratio": None}
     measured = {"rows": [whole, {"size": "8b", "failed": "out of memory"}]}
     step = {"name": "refit", "command": "python x.py", "status": PASSED, "figures": measured}
-    text = gpu_report.page({"gpu-proof-3": record(step)}, {"Speed": [Claim("Fast.", steps=("refit",))]})
+    text = gpu_report.page({"gpu-proof-3": record(step)}, [Claim("Speed", "Fast.", steps=("refit",))])
     assert (
         "| gpu-proof-3 | NVIDIA H200 (sm_90, 140 GiB) | 580.1, 13.0 | torch 2.11.0 | 2026-01-02 | abc | 1 of 1 |"
         in text
@@ -157,7 +150,7 @@ def test_the_page_shows_machines_and_figures() -> None:
 
 def test_what_the_emulated_device_showed_is_never_called_seen() -> None:
     passed = outcomes({"emulated-device": record(of_tests(passed=(A, B)))})
-    text = gpu_report.page({}, {"Training": [CLAIM]}, emulated=passed)
+    text = gpu_report.page({}, [CLAIM], emulated=passed)
     assert "| Both. | not yet run |  | passed |" in text
 
 

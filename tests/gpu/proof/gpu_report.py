@@ -1,6 +1,6 @@
 """Write docs/gpu-confirmed.md from what `launch/gpu_proof.sh` wrote: `python -m tests.gpu.proof.gpu_report [FILE ...]`.
 
-Without files it reads benchmarks/results/gpu-proof-*.json. Each claim of `proof/claims.py` has a row, with what the
+Without files it reads benchmarks/results/gpu-proof-*.json. Each claim has a row, with what the
 newest file says of its tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
 `--emulated LINES` writes down what tests/gpu showed on the emulated device, which has a column of its own.
 """
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from spmdrl.tools.commit import ROOT, commit_id
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 from tests.gpu.proof import tests_seen
-from tests.gpu.proof.claims import CLAIMS, Claim
+from tests.gpu.proof.claims import Claim, claims
 from tests.gpu.proof.evidence import Outcome, judge, outcomes
 from tests.gpu.proof.run import FAILED, PASSED, Record
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = arguments.files or committed(ROOT)
     if arguments.emulated:
         _EMULATED.write_text(json.dumps(_emulated_record(arguments.emulated), indent=1) + "\n", encoding="utf-8")
-    arguments.page.write_text(page(_records(files), CLAIMS, emulated=emulated()), encoding="utf-8")
+    arguments.page.write_text(page(_records(files), claims(), emulated=emulated()), encoding="utf-8")
     say(f"{arguments.page}: from {', '.join(str(path) for path in files) or 'no results'}")
 
 
@@ -94,7 +95,7 @@ def _emulated_record(lines: Path) -> Record:
 
 def page(
     records: Mapping[str, Record],
-    claims: Mapping[str, Sequence[Claim]],
+    shown: Sequence[Claim],
     *,
     emulated: Mapping[str, Outcome] | None = None,
 ) -> str:
@@ -102,11 +103,11 @@ def page(
     seen = outcomes(records)
     parts = [_INTRODUCTION]
     parts += _where(records) if records else [_NONE]
-    for title, some in claims.items():
+    for title, some in groupby(shown, key=lambda claim: claim.section):
         rows = [("claim", "seen on a GPU", "in", "emulated", "shown by")]
         for claim in some:
             finding, short = judge(claim, seen), _in_short(claim, emulated or {})
-            rows.append((claim.what, finding.result, ", ".join(finding.records), short, _evidence(claim)))
+            rows.append((claim.sentence, finding.result, ", ".join(finding.records), short, _evidence(claim)))
         parts.append(f"## {title}\n\n{_table(rows)}")
     parts += _figures(records)
     return "\n".join(parts)
@@ -117,7 +118,7 @@ def _read(path: Path) -> Record:
     if not {"date", "commit", "machine", "versions", "steps"} <= record.keys():
         raise UserError(f"{path} was not written by launch/gpu_proof.sh; name a gpu-proof-STAGE.json")
     with as_written(path, "launch/gpu_proof.sh"):
-        page({path.stem: record}, CLAIMS)
+        page({path.stem: record}, [])
     if not record["machine"].get("devices"):
         raise UserError(f"{path} is of a machine without a CUDA device, or of one that could not use it; leave it out")
     return record

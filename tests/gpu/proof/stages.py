@@ -21,6 +21,7 @@ class Step:
     command: tuple[str, ...]  # from the project's root; "python" is the interpreter that runs the proof
     limit_s: float
     expected: str
+    claim: tuple[str, str] | None = None  # section and sentence of claims.py, that a program shows; tests have marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,9 @@ def gpu_tests(name: str, *, limit_s: float, expected: str = ALL_PASS) -> Step:
     return Step(name=name.replace("_", "-"), command=command, limit_s=limit_s, expected=expected)
 
 
-def program(name: str, command: str, *, limit_s: float, expected: str) -> Step:
+def program(name: str, command: str, *, limit_s: float, expected: str, claim: tuple[str, str] | None = None) -> Step:
     """A program of the project, and what it should print."""
-    return Step(name=name, command=("python", *command.split()), limit_s=limit_s, expected=expected)
+    return Step(name=name, command=("python", *command.split()), limit_s=limit_s, expected=expected, claim=claim)
 
 
 FACTS = program("facts", "-m tests.gpu.proof.facts", limit_s=90.0, expected="a device; see the table above")
@@ -79,6 +80,10 @@ STAGES: Mapping[str, Stage] = {
                 "benchmarks/gpu_refit.py --sizes 0.6b --into sglang --repeats 3",
                 limit_s=200.0,
                 expected="SGLang starts; digests agree; GB/s of a refit",
+                claim=(
+                    "SGLang on one device",
+                    "SGLang starts, and holds the trainer's weights by digest after a refit.",
+                ),
             ),
             gpu_tests("sglang", limit_s=400.0),
         ),
@@ -93,12 +98,17 @@ STAGES: Mapping[str, Stage] = {
                 "benchmarks/gpu_run.py",
                 limit_s=240.0,
                 expected="seconds of each phase; predicted memory near measured",
+                claim=(
+                    "Speed",
+                    "A run of a 0.6B-shaped model with SGLang: seconds of each phase; predicted and measured memory.",
+                ),
             ),
             program(
                 "refit-4b",
                 "benchmarks/gpu_refit.py --sizes 4b --into sglang --repeats 5",
                 limit_s=150.0,
                 expected="at most 60 ms, verified 120; a copy alone would take 3.4 ms",
+                claim=("Speed", "The refit of 4B into SGLang beside a copy on the device."),
             ),
             gpu_tests("true_on_policy", limit_s=300.0),
         ),
@@ -113,6 +123,7 @@ STAGES: Mapping[str, Stage] = {
                 "benchmarks/gpu_step.py --minutes 6",
                 limit_s=510.0,
                 expected="tokens/s, MFU and peak memory at 16k and 64k tokens",
+                claim=("Speed", "Tokens per second, MFU and peak memory of the trainer's step."),
             ),
         ),
     ),
