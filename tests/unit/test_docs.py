@@ -65,3 +65,23 @@ def test_the_readme_shows_the_loop_as_it_is() -> None:
     lines = source.splitlines()[loop.lineno - 1 : loop.end_lineno]
     shown = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- loop -->\n```python\n")[1].split("```")[0]
     assert shown == textwrap.dedent("\n".join(lines)) + "\n"
+
+
+DECISION = re.compile(r"^\*\*[^*]+\*\*(?:\s\(`([^`]+)`\))?", re.MULTILINE)
+
+
+def is_there(subject: str) -> bool:
+    """True for a file of the repository or the package, and for `file.py:name` where the file defines the name."""
+    name, _, symbols = subject.partition(":")
+    path = next((path for path in (ROOT / name, ROOT / "spmdrl" / name) if path.is_file()), None)
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path and symbols else []
+    for symbol in filter(None, symbols.split(".")):
+        body = next((getattr(node, "body", []) for node in body if getattr(node, "name", "") == symbol), [])
+    return path is not None and bool(body or not symbols)
+
+
+def test_each_decision_is_about_one_thing_that_exists_and_no_two_are_about_one() -> None:
+    subjects = DECISION.findall((ROOT / "docs/decisions.md").read_text(encoding="utf-8"))
+    assert [subject for subject in subjects if not is_there(subject)] == []
+    assert len(set(subjects)) == len(subjects) > 50
+    assert not is_there("model/load.py:no_such_name") and not is_there("no_such_file.py") and not is_there("")
