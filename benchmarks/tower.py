@@ -28,10 +28,10 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from spmdrl.algo.packing import pack
 from spmdrl.config import ModelConfig
-from spmdrl.data.families import VisionFamily, family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.families import VisionFamily, vision_family
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import lay_end_to_end
@@ -105,7 +105,7 @@ def main() -> None:
 
 def step_of(store: ImageStore, policy: Policy, *, prompts: int, group_size: int) -> list[MicroBatch]:
     """The micro-batches of a step; the images are in the store."""
-    family = family_of(policy.model.config)
+    family = vision_family(policy.model.config)
     assert family is not None
     generator = torch.Generator().manual_seed(0)
     groups = [[rollout(store, family, generator)] * group_size for _ in range(prompts)]

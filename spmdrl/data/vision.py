@@ -22,10 +22,10 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from spmdrl.config import DataConfig
 from spmdrl.config.strict import shown
-from spmdrl.data.families import VisionFamily
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.tokenizer import Placeholder
+from spmdrl.families import VisionFamily
 from spmdrl.types import Grid, ImageSpan, UserError
 
 _MAX_READ = 4096

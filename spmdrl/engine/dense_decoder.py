@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 
 from spmdrl.engine.torch.adapters import AdapterBank
 from spmdrl.engine.torch.cache import DecodeTokens, PrefillExtend
+from spmdrl.families import FAMILIES, layer_class
 from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.compiled import serves
@@ -31,13 +32,7 @@ from spmdrl.model.rotary import changes_after
 from spmdrl.model.trunk import Trunk
 
 # Layers of transformers, by name: a run has one of them, and importing all takes longer than all else here.
-FAMILIES = (
-    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer",
-)
+LAYERS = [layer_class(name, "DecoderLayer") for name, family in FAMILIES.items() if family.has_dense_decoder]
 
 
 def can_decode(model: PreTrainedModel) -> bool:
@@ -49,7 +44,7 @@ def can_decode(model: PreTrainedModel) -> bool:
         and model.dtype == torch.float32
         and rope is not None
         and changes_after(config) is None
-        and all(f"{type(layer).__module__}.{type(layer).__qualname__}" in FAMILIES for layer in decoder.layers)
+        and all(f"{type(layer).__module__}.{type(layer).__qualname__}" in LAYERS for layer in decoder.layers)
     )
 
 

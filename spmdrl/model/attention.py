@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, load_varlen
 from spmdrl.types import UserError
@@ -217,7 +217,7 @@ def fastest_varlen(model: nn.Module) -> Kernel:
     """
     needs_torch = any(hasattr(module, "sinks") for module in model.modules())
     if isinstance(model, PreTrainedModel):
-        family = family_of(model.config)
+        family = vision_family(model.config)
         needs_torch |= family is not None and family.sees_whole_images
     if needs_torch or torch.cuda.get_device_capability()[0] != 9:
         return "varlen"

@@ -19,20 +19,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from spmdrl.families import family_of, layer_class
 from spmdrl.model import fused_c, fused_plain
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.compiled import serves
 from spmdrl.model.linear import use_fast_linears
 from spmdrl.types import UserError
 
-# The model types whose layers compute as the ones below do, and the beginning of the names of their classes.
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-
 
 def has_fused_layers(model_config: Any) -> bool:
     """Return True for a model whose layers are replaced here; others keep their own."""
     activation = getattr(model_config, "hidden_act", None)
-    return model_config.model_type in FAMILIES and activation in ("silu", "swish")
+    return family_of(model_config).has_fused_layers and activation in ("silu", "swish")
 
 
 def use_fused_layers(model: nn.Module) -> None:
@@ -41,7 +39,7 @@ def use_fused_layers(model: nn.Module) -> None:
     config: Any = model.config
     if not has_fused_layers(config):
         return
-    prefix = f"transformers.models.{config.model_type}.modeling_{config.model_type}.{FAMILIES[config.model_type]}"
+    prefix = layer_class(config.model_type, "")
     for module in model.modules():
         match f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(prefix):
             case "RMSNorm":

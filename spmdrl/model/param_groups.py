@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from transformers import PreTrainedModel
 
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 
 # Parameters by patterns of their names in the base model, such as "visual.*" or "layers.0.mlp.*".
 
@@ -76,7 +76,7 @@ def frozen_patterns(model: PreTrainedModel, freeze: Sequence[str] | None) -> tup
     """Return the patterns of what is frozen; where none are set, those of the tower if the model has one."""
     if freeze is not None:
         return tuple(freeze)
-    family = family_of(model.config)
+    family = vision_family(model.config)
     return () if family is None else tuple(f"{name}.*" for name in family.tower)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from spmdrl.data.families import VisionFamily
+from spmdrl.families import VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.activations import ACT2FN
 
+from spmdrl.families import FAMILIES
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 from spmdrl.model.layer_kinds import RECURRENT
@@ -220,10 +221,11 @@ class _WithSeparateProjections(_GatedDeltaNet):
         return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
 
 
-_MIXERS: dict[str, type[_GatedDeltaNet]] = {
-    "Qwen3NextGatedDeltaNet": _WithFusedProjections,
-    "Qwen3_5GatedDeltaNet": _WithSeparateProjections,
-    "Qwen3_5MoeGatedDeltaNet": _WithSeparateProjections,
+_PROJECTIONS: dict[str, type[_GatedDeltaNet]] = {"fused": _WithFusedProjections, "separate": _WithSeparateProjections}
+_MIXERS = {
+    f"{family.classes}GatedDeltaNet": _PROJECTIONS[family.delta_net]
+    for family in FAMILIES.values()
+    if family.delta_net is not None
 }
 
 

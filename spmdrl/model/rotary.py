@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.families import family_of
+
 _LONGROPE = "longrope"  # one set of frequencies up to a length, another one beyond it
 _BY_LENGTH = {_LONGROPE, "dynamic"}  # dynamic: other frequencies for every length beyond one
 
@@ -41,8 +43,9 @@ def length_problems(model_config: Any, longest: int, *, are_sampled: bool) -> It
         return
     lengths = f"data.max_prompt_tokens and max_response_tokens allow sequences of {longest} tokens"
     lower = f"lower them to {limit} together"
-    if text.model_type == "phimoe":
-        yield f"{lengths}, and beyond {limit} transformers leaves out the long factors of phimoe's longrope; {lower}"
+    if family_of(text).reads_short_factors_only:
+        left_out = f"the long factors of {text.model_type}'s longrope"
+        yield f"{lengths}, and beyond {limit} transformers leaves out {left_out}; {lower}"
     elif are_sampled:
         yield (
             f"{lengths}, and beyond {limit} this model ({text.model_type}) has other rotary frequencies from the first "

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.families import family_of
 from spmdrl.model.experts import distribute_experts, split_experts
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
@@ -32,19 +33,13 @@ from spmdrl.model.tensor_parallel import (
 from spmdrl.model.trunk import Trunk
 from spmdrl.types import UserError
 
-# The tensor-parallel plans that transformers has for each architecture, and those of others with the same layers.
-
-
-# Decoders without a plan in transformers, and those whose layers they have.
-_SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
-
 
 def decoder_plan(config: Any) -> Mapping[str, str]:
     """Return the style of each module of a decoder that is split, by its name in the decoder; {} without a plan.
 
     `config` is the decoder's own, which of a model with a tower is its text config.
     """
-    same = _SAME_LAYERS.get(config.model_type)
+    same = family_of(config).plan_of
     plan = getattr(config if same is None else CONFIG_MAPPING[same], "base_model_tp_plan", None)
     return plan or {}
 
@@ -52,7 +47,7 @@ def decoder_plan(config: Any) -> Mapping[str, str]:
 def model_plan(model: PreTrainedModel) -> Mapping[str, str]:
     """Return the style of each module of a model that is split, by its name in the model; {} without a plan."""
     config = model.config.get_text_config()
-    if config.model_type not in _SAME_LAYERS:
+    if family_of(config).plan_of is None:
         plan: Mapping[str, str] = model.tp_plan
         return plan
     decoder = Trunk(model).decoder

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 from spmdrl.model.layer_kinds import RECURRENT
 from spmdrl.model.recurrent import restartable_layers
 from spmdrl.model.trunk import Trunk
@@ -23,7 +23,7 @@ _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens
 def refusal_of_config(config: Any) -> str | None:
     """Give the reason why a model with this config cannot be trained here; None when the config shows none."""
     text = config.get_text_config()
-    if text is not config and family_of(config) is None:
+    if text is not config and vision_family(config) is None:
         way_out = (
             "save its text model by itself with python -m spmdrl.tools.text_model, and train that"
             if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -71,7 +71,7 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
         return f"{name} does not support transformers' attention interface, so sequences cannot be packed"
     if any(getattr(module, "is_causal", True) is False for module in Trunk(model).decoder.modules()):
         return f"{name} lets tokens see those that come after them (bidirectional attention)"
-    family = family_of(model.config)
+    family = vision_family(model.config)
     if attention not in _KERNELS_WITH_SINKS and family is not None and family.sees_whole_images:
         return (
             f'in {name} the tokens of an image see each other, which model.attention = "{attention}" does not support; '

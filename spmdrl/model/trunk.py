@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.rotary import RotaryByLength
 from spmdrl.types import Grid, ImageSpan
@@ -33,7 +33,7 @@ class Trunk:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """`model` may be sharded afterwards."""
-        self.family = family_of(model.config)
+        self.family = vision_family(model.config)
         self._model = model
         self._base: Any = model.base_model
         self._rotary = RotaryByLength(self.decoder)
@@ -132,11 +132,11 @@ def _of_all_images(level: Tensor | Sequence[Tensor]) -> Tensor:
 
 def model_class(config: Any) -> Any:
     """Return the class of transformers that builds a model from its config."""
-    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+    return AutoModelForCausalLM if vision_family(config) is None else AutoModelForImageTextToText
 
 
 def attention_of(config: Any) -> str | dict[str, str]:
     """Return transformers' `attn_implementation`: ours for the decoder; a tower keeps one of transformers' own."""
-    if family_of(config) is None:
+    if vision_family(config) is None:
         return IMPLEMENTATION
     return {"": IMPLEMENTATION, "text_config": IMPLEMENTATION, "vision_config": TOWER_ATTENTION}

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, Section, SftConfig
-from spmdrl.data.families import family_of
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.open import Environments, open_environments
+from spmdrl.families import vision_family
 from spmdrl.rollout.episode import spans_of, start_of
 from spmdrl.rollout.world import parser_problems
 from spmdrl.run import Inputs
@@ -82,7 +82,7 @@ def environment_problems(
 
 def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each setting that a model with a tower does not support."""
-    family = family_of(model_config)
+    family = vision_family(model_config)
     if family is None:
         return
     if family.sees_whole_images and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":

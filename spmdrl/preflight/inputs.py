@@ -18,7 +18,6 @@ from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
 from spmdrl.data.conversations import asked, imitated
-from spmdrl.data.families import family_of
 from spmdrl.data.image_store import open_image_store
 from spmdrl.data.sources import open_source
 from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_held_out, make_training_stream
@@ -27,6 +26,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.registry import engine_class
+from spmdrl.families import vision_family
 from spmdrl.learn.objective import policy_loss_problems
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.model import rotary
@@ -192,7 +192,7 @@ def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrained
 
 def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
     """Return what becomes of the images of prompts and environments."""
-    family = family_of(policy.config)
+    family = vision_family(policy.config)
     if family is None:
         return NoImages(
             f"there are images, and {policy.setting} ({policy.config.model_type}) reads text only; set it to a model "

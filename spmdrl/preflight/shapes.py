@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3VLConfig
 from spmdrl.algo.packing import flop_coefficients
 from spmdrl.config import ModelConfig, PackConfig
 from spmdrl.config.plan import Plan
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
@@ -178,7 +178,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
 
 def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None:
     """Read the widths of a model's tower for images; None for a model of text."""
-    family = family_of(config)
+    family = vision_family(config)
     if family is None:
         return None
     vision, names = config.vision_config, tower_names(config, shapes)
@@ -203,7 +203,7 @@ def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None
 
 def tower_names(config: Any, names: Iterable[str]) -> frozenset[str]:
     """Select the parameters of a model's tower for images."""
-    family = family_of(config)
+    family = vision_family(config)
     parts = [] if family is None else [f".{module}." for module in family.tower]
     return frozenset(name for name in names if any(part in name for part in parts))
 

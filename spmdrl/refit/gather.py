@@ -13,16 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
+from spmdrl.families import family_of
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.refit.sink import Naming
-
-# Models in whose files the weights of experts are [experts, inputs, outputs]: transformers transposes them when it
-# reads them, but not back (5.19).
-_TRANSPOSED_EXPERTS = {"qwen3_vl_moe"}
 
 
 class Gatherer:
@@ -139,7 +136,7 @@ class Gatherer:
 def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
     """Return the tensors of the model's files that a parameter was made of."""
     parts: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
-    if model.config.model_type in _TRANSPOSED_EXPERTS and ".experts." in name and whole.ndim == 3:
+    if family_of(model.config).has_transposed_experts and ".experts." in name and whole.ndim == 3:
         return {part: value.transpose(1, 2) for part, value in parts.items()}
     return parts
 

@@ -24,12 +24,12 @@ from spmdrl.config import Config, DataConfig, FileData, ModelConfig
 from spmdrl.config.base import INT32_MAX, Gib, PathText
 from spmdrl.config.run import RunName
 from spmdrl.config.strict import shown
-from spmdrl.data.families import family_of
 from spmdrl.data.sources import FileSource, Row, first_record, in_row
 from spmdrl.data.stream import question_key
 from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
 from spmdrl.data.vision import ImageCounter
 from spmdrl.engine.sglang.images import image_problems
+from spmdrl.families import vision_family
 from spmdrl.faults.supervise import count_gpus
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED
@@ -250,7 +250,7 @@ def _image_column(record: Mapping[str, Any], given: str | None, model_config: An
     if given is not None:
         return _column(record.keys(), given, (), "--image-column", "") or None
     found = next((name for name in IMAGES if name in record), None)
-    if found is not None and family_of(model_config) is None:
+    if found is not None and vision_family(model_config) is None:
         if record[found]:
             raise UserError(
                 f'the data has images in "{found}", and {model_config.model_type} reads text only; take a model that '
@@ -272,7 +272,7 @@ def measure(choices: Choices) -> Measured:
     model = load_model_config(ModelConfig(path=choices.model_folder))
     data = choices.data.model_copy(update={"path": choices.data_file})
     limits = DataConfig(sources=(data,), max_prompt_tokens=INT32_MAX)
-    family = family_of(model)
+    family = vision_family(model)
     counter = None if family is None else ImageCounter(family, choices.model_folder, limits, tokenizer=tokenizer)
     prompts, answers, questions, images = list[int](), list[int](), set[int](), 0
     for row in FileSource(data, seed=0).in_file_order():

@@ -24,8 +24,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from spmdrl.data.families import VisionFamily, family_of
 from spmdrl.data.image_store import ImageStore
+from spmdrl.families import VisionFamily, vision_family
 from spmdrl.types import ImageSpan, Sequence
 from tests.helpers.models import EXPERTS, GATED_DELTA_NET, SIZES, SLIDING
 
@@ -232,6 +232,6 @@ def inputs_of(path: str, sequence: Sequence, pictures: dict[str, Picture]) -> di
 
 
 def _family(config: PreTrainedConfig) -> VisionFamily:
-    family = family_of(config)
+    family = vision_family(config)
     assert family is not None, "a model of text"
     return family

@@ -42,13 +42,13 @@ from spmdrl.config import Config, DataConfig, FileData, read_draft
 from spmdrl.config.errors import all_keys
 from spmdrl.config.plan import plan_problems
 from spmdrl.config.strict import parse_json
-from spmdrl.data.families import VisionFamily
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.stream import make_training_stream
 from spmdrl.data.tokenizer import encode_prompt, stop_token_ids
 from spmdrl.data.vision import ImageReader
 from spmdrl.dist.launcher import Network, launch_problems
+from spmdrl.families import VisionFamily
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses

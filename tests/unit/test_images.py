@@ -27,12 +27,12 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from spmdrl.config import DataConfig, FileData, HeldOutConfig
 from spmdrl.data import vision
 from spmdrl.data.conversations import imitated
-from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import MAX_IMAGE_BYTES, ImageFile, _say_unturned, decode, image_file, size_of
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
+from spmdrl.families import vision_family
 from spmdrl.step.sft_data import PairEncoder
 from spmdrl.types import Prompt, UserError
 from tests.helpers.chat_templates import family_tokenizer
@@ -66,7 +66,7 @@ class Bench:
         return FileData(**({"kind": "jsonl", "path": str(self.folder / name), "image_column": "images"} | changes))
 
     def reader(self, cfg: DataConfig) -> ImageReader:
-        family = family_of(AutoConfig.from_pretrained(self.model))
+        family = vision_family(AutoConfig.from_pretrained(self.model))
         assert family is not None
         return ImageReader(family, str(self.model), cfg, tokenizer=self.tokenizer, store=self.store)
 
@@ -203,7 +203,7 @@ def test_a_prompt_is_what_transformers_makes_of_it(models: dict[str, Path], tmp_
     )
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
     family = dataclasses.replace(
-        family_of(AutoConfig.from_pretrained(models[GEMMA])),
+        vision_family(AutoConfig.from_pretrained(models[GEMMA])),
         image_token_id=ids["image_token"],
         frame=(ids["boi_token"], ids["eoi_token"]),
     )
@@ -257,7 +257,7 @@ def readers(models: tuple[Path, ...]) -> list[ImageReader]:
         (*models, models[0], models[0]), ({}, {}, {"max_pixels": 256}, {"min_pixels": 500}), strict=True
     ):
         cfg = DataConfig(sources=(FileData(kind="jsonl", path="a"),), max_prompt_tokens=9, **limits)
-        family = family_of(AutoConfig.from_pretrained(model))
+        family = vision_family(AutoConfig.from_pretrained(model))
         assert family is not None
         made.append(ImageReader(family, str(model), cfg, tokenizer=load_tokenizer(str(model)), store=NoStore()))
     return made

@@ -17,7 +17,6 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 from spmdrl.config import DataConfig, FileData
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import IMAGE_PLACE, Action, EpisodeStart, Observation
-from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore, StoreFull
 from spmdrl.data.stream import make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.data.vision import ImageReader, expanded
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.protocol import Answer
+from spmdrl.families import vision_family
 from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.refit import load_whole
 from spmdrl.report.samples import answer_row
@@ -163,7 +163,7 @@ def reader_of(path: str, tokenizer: PreTrainedTokenizerBase, folder: Path, **cha
     source = FileData(kind="jsonl", path="none.jsonl")
     cfg = DataConfig(**({"sources": (source,), "max_prompt_tokens": 64, "max_image_pixels": 4096} | changes))
     config = AutoModelForImageTextToText.from_pretrained(path).config
-    family = family_of(config)
+    family = vision_family(config)
     assert family is not None
     return ImageReader(family, path, cfg, tokenizer=tokenizer, store=ImageStore(folder, max_bytes=2**24))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from spmdrl.engine.dense_decoder import FAMILIES
+from spmdrl.engine.dense_decoder import LAYERS
 from spmdrl.engine.torch.cache import Context, KeptRow, PrefixCache, RowContents
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
@@ -146,7 +146,7 @@ def test_weights_side_by_side_take_no_more_memory(dense) -> None:
     assert sum(sizes.values()) == sum(weight.nbytes for weight in dense.parameters())
 
 
-@pytest.mark.parametrize("layer", FAMILIES)
+@pytest.mark.parametrize("layer", LAYERS)
 def test_what_decodes_without_modules_is_named_as_transformers_names_it(layer: str) -> None:
     module, _, name = layer.rpartition(".")
     found = getattr(importlib.import_module(module), name)

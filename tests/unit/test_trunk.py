@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from spmdrl.data.families import family_of
+from spmdrl.families import vision_family
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.policy import Policy, packed_positions, placeholder_rows, position_shift, token_positions
 from spmdrl.model.recurrent import reset_state_per_sequence
@@ -76,7 +76,7 @@ def test_positions_are_those_of_transformers(save: Callable[..., str], tmp_path:
     sequences, pictures = mixed_sequences(path)
     for sequence in sequences:
         inputs = inputs_of(path, sequence, pictures)
-        family = family_of(model.config)
+        family = vision_family(model.config)
         expected, delta = model.model.get_rope_index(
             inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
         )
@@ -86,7 +86,7 @@ def test_positions_are_those_of_transformers(save: Callable[..., str], tmp_path:
 
 
 def test_text_after_an_image_goes_on_after_its_longest_side(tmp_path: Path) -> None:
-    family = family_of(AutoModelForImageTextToText.from_pretrained(save_qwen2_5_vl(tmp_path)).config)
+    family = vision_family(AutoModelForImageTextToText.from_pretrained(save_qwen2_5_vl(tmp_path)).config)
     image = ImageSpan(digest="0" * 32, start=1, num_tokens=6, grid=(1, 4, 6))
     found = token_positions(9, [image], family=family)
     assert found.tolist() == [

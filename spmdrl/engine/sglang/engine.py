@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config
 from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan
-from spmdrl.data.families import family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.collectives import Link, gather_objects, host_barrier, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
@@ -36,6 +35,7 @@ from spmdrl.engine.sglang.layout import TpShard, held_parts, held_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
+from spmdrl.families import vision_family
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digests
 from spmdrl.refit.sink import AdapterVersion, Naming
@@ -76,7 +76,7 @@ class SGLangEngine(RolloutEngine):
             device_type=mesh.device_type,
             on_policy=options.arguments.get("rl_on_policy_target") is not None,
         )
-        self._family, self._images = family_of(model_config), images
+        self._family, self._images = vision_family(model_config), images
         self._released: set[str] = set()
         self._adapters = AdapterSlots(self._share)
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory

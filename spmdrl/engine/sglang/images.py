@@ -8,35 +8,31 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
-from spmdrl.data.families import VisionFamily, family_of
 from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.torch.images import pixels_of
+from spmdrl.families import FAMILIES, VisionFamily, family_of, vision_family
 from spmdrl.model.policy import position_shift, token_positions
 from spmdrl.types import Request
 
-_COMPARED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-_QWEN2_5_NUMBERS = 1176  # of a patch; SGLang takes anything else for what a tower has made already
 _HASH_DIGITS = 16  # of a digest: SGLang's numbers have 64 bits
 
 
 def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not look at images with this model."""
-    family = family_of(model_config)
+    family = vision_family(model_config)
     if family is None:
         return
-    if family.model_type not in _COMPARED:
+    in_sglang = family_of(model_config).sglang
+    if not in_sglang.images_compared:
+        compared = ", ".join(name for name, row in FAMILIES.items() if row.sglang.images_compared)
         yield (
             f'rollout.engine = "sglang" with {family.model_type}: its layout in SGLang is not known here, '
-            f'only that of {", ".join(_COMPARED)}; set rollout.engine = "torch"'
+            f'only that of {compared}; set rollout.engine = "torch"'
         )
-    vision = model_config.vision_config
-    if (
-        family.model_type == "qwen2_5_vl"
-        and (numbers := vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) != _QWEN2_5_NUMBERS
-    ):
+    if in_sglang.patch_values not in (None, family.patch_values):  # it takes others for what a tower has made already
         yield (
-            f"SGLang's Qwen2.5-VL reads patches of {_QWEN2_5_NUMBERS} numbers, and this model's have {numbers}; set "
-            'rollout.engine = "torch"'
+            f"SGLang's {family.model_type} reads patches of {in_sglang.patch_values} numbers, and this model's have "
+            f'{family.patch_values}; set rollout.engine = "torch"'
         )
     if cfg.sends_adapters:
         yield (
@@ -51,7 +47,7 @@ def image_arguments(model_config: Any) -> dict[str, Any]:
     On a Hopper device SGLang 0.5.23 would take 1 to 3 GiB for Qwen3-VL's pixels, in the process that starts it, which
     is the trainer's, and never give them back. Ours come from host memory and would not even go there.
     """
-    return {} if family_of(model_config) is None else {"mm_feature_transport": "cpu"}
+    return {} if vision_family(model_config) is None else {"mm_feature_transport": "cpu"}
 
 
 def image_fields(request: Request, family: VisionFamily | None, store: ImageStore | None) -> dict[str, Any]:

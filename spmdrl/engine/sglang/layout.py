@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spmdrl.engine.sglang.models import is_hybrid
+from spmdrl.families import family_of
 
 # SGLang pads with zeros: embeddings and heads to a multiple of so many rows, and on a CPU also the MLP's inner size, to
 # a multiple of so many for each device.
@@ -53,7 +54,6 @@ _VOCABULARY = {"embed_tokens", "lm_head", "pos_embed"}  # the last is the table 
 _CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
 _OF_HEADS = {"A_log", "dt_bias"}
 _ALWAYS_WIDE = "A_log"  # float32 in SGLang
-_WHOLE_EMBEDDINGS = {"gemma3_text"}  # families whose embedding every device of an engine has whole
 # Of towers: modules whose own names do not say how they are cut.
 _TOWER = {
     re.compile(r"visual\..*merger.*\.(linear_fc1|mlp\.0)\."): "to merge",
@@ -88,13 +88,12 @@ class TpShard:
         model_config = model_config.get_text_config()
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         multiple = _CPU_INNER_MULTIPLE * size if device_type == "cpu" else size
-        # That of config.json, whatever the engine computes in.
-        family = getattr(model_config, "model_type", None)
-        norm = model_config.dtype if family == "qwen3_next" else None
+        in_sglang = family_of(model_config).sglang
+        norm = model_config.dtype if in_sglang.has_norms_of_config else None
         rows = tuple(_delta_net_rows(model_config))
         return cls(
             *(rank, size, heads, multiple, on_policy, rows, norm),
-            cuts_embedding=family not in _WHOLE_EMBEDDINGS,
+            cuts_embedding=in_sglang.splits_embedding,
             attention_rows=_attention_rows(model_config, heads),
         )
 

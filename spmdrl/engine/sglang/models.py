@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmdrl.config import Config
 from spmdrl.config.strict import read_json
+from spmdrl.families import family_of
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
 # Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them.
@@ -53,7 +54,7 @@ def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iter
             f"rollout.tp_size = {cfg.rollout.tp_size} does not divide the {heads} key heads of the model's gated delta "
             f"nets; set it to one of {possible}"
         )
-    if model_config.model_type == "qwen3_next":
+    if family_of(model_config).sglang.checks_rotary_early:
         yield from _rotary_problems(cfg.model.path, model_config.rope_parameters["rope_type"])
     if cfg.sends_adapters:
         yield (
@@ -144,7 +145,9 @@ def rotary_problems(model_dir: str, model_config: Any) -> Iterator[str]:
         )
     if rope.get("rope_type") == "longrope":
         theirs = _scale_in_sglang(text, rope)
-        ours = rope["short_mscale"] if text.model_type == "phimoe" else ROPE_INIT_FUNCTIONS["longrope"](text)[1]
+        ours = ROPE_INIT_FUNCTIONS["longrope"](text)[1]
+        if family_of(text).reads_short_factors_only:
+            ours = rope["short_mscale"]
         if abs(theirs - ours) > _TOLERANCE:
             yield (
                 f'model.path = "{model_dir}" has queries and keys that transformers scales by {ours:.6g} and SGLang by '

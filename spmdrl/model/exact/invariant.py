@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from spmdrl.families import FAMILIES
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, SeenKeys
 from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
 from spmdrl.model.logprobs import Head
@@ -164,7 +165,7 @@ def _attend_in_batch(batch: _Batch, q: Tensor, k: Tensor, v: Tensor, layer: Atte
     return out.permute(0, 2, 1, 3, 4).flatten(2, 3)[batch.is_real].to(q.dtype)
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")  # models whose engine and trainer have been compared
+MODEL_TYPES = [name for name, family in FAMILIES.items() if "torch" in family.exact_engines]
 DTYPES = (torch.float32, torch.bfloat16)
 COLUMNS = 8192  # limit on the outputs of a weight in one product
 

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.families import FAMILIES
 from spmdrl.model import logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.exact import sglang_kernels as kernels
 from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
 
-MODEL_TYPES = ("qwen3",)  # those whose layers support `rl_on_policy_target`
+# Those whose layers support `rl_on_policy_target`.
+MODEL_TYPES = [name for name, family in FAMILIES.items() if "sglang" in family.exact_engines]
 CAPABILITY = (9, 0)  # SGLang uses other kernels on newer devices, which were not compared
 # For heads up to this size, FlashAttention 3 sums keys in tiles of 192 when there are few queries (decoding) and in
 # tiles of 128 when there are many (prompts). For larger heads the tile does not depend on the number of queries.

@@ -1,0 +1,153 @@
+"""The families of models that some part of the package treats in a way of its own, by transformers' `model_type`.
+
+No other file names a model type. A type without a row is a model of text that transformers and the engines compute
+alike, and that has nothing replaced by layers of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGLangFamily:
+    """The ways in which SGLang's class of a family differs from its others."""
+
+    images_compared: bool = False  # with the trainer, for requests with images
+    patch_values: int | None = None  # the only size of patches that it reads; None: any
+    splits_embedding: bool = True  # False: every device of an engine has it whole
+    has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
+    checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A row of the table below: the parts of the package that know this family, and the code that they have for it."""
+
+    # How transformers names the classes of its layers: Qwen3 begins Qwen3RMSNorm.
+    classes: str = ""
+    # model/fused.py: its norms, rotations and gates are computed in one pass each.
+    has_fused_layers: bool = False
+    # The decoder of the torch engine for a CPU computes its layers.
+    has_dense_decoder: bool = False
+    # model/recurrent.py: it has gated delta nets, with projections in one weight or in several.
+    delta_net: Literal["fused", "separate"] | None = None
+    # The engines that compute the trainer's bits with `true_on_policy = true`.
+    exact_engines: tuple[Literal["torch", "sglang"], ...] = ()
+    # The family with the same layers whose tensor-parallel plan it takes; transformers has none for itself.
+    plan_of: str | None = None
+    # Its towers and placeholders: those with a grid for each image, or with as many tokens for every image.
+    vision: Literal["grid", "fixed"] | None = None
+    # In files, experts are [experts, inputs, outputs]: transformers transposes them as it reads, but not back (5.19).
+    has_transposed_experts: bool = False
+    # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
+    reads_short_factors_only: bool = False
+    sglang: SGLangFamily = SGLangFamily()
+
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily(classes="Llama", has_fused_layers=True, has_dense_decoder=True, exact_engines=("torch",)),
+    "qwen2": ModelFamily(classes="Qwen2", has_fused_layers=True, has_dense_decoder=True, exact_engines=("torch",)),
+    "qwen3": ModelFamily(
+        classes="Qwen3", has_fused_layers=True, has_dense_decoder=True, exact_engines=("torch", "sglang")
+    ),
+    "qwen3_moe": ModelFamily(classes="Qwen3Moe", has_fused_layers=True),
+    "qwen3_next": ModelFamily(
+        classes="Qwen3Next",
+        delta_net="fused",
+        sglang=SGLangFamily(has_norms_of_config=True, checks_rotary_early=True),
+    ),
+    "qwen3_5": ModelFamily(
+        classes="Qwen3_5", delta_net="separate", vision="grid", sglang=SGLangFamily(images_compared=True)
+    ),
+    "qwen3_5_moe": ModelFamily(classes="Qwen3_5Moe", delta_net="separate", vision="grid"),
+    "qwen2_5_vl": ModelFamily(
+        classes="Qwen2_5_VL",
+        has_dense_decoder=True,
+        vision="grid",
+        sglang=SGLangFamily(images_compared=True, patch_values=1176),
+    ),
+    "qwen3_vl": ModelFamily(
+        classes="Qwen3VLText", has_dense_decoder=True, vision="grid", sglang=SGLangFamily(images_compared=True)
+    ),
+    "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
+    "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
+    "gemma3": ModelFamily(vision="fixed"),
+    "gemma3_text": ModelFamily(sglang=SGLangFamily(splits_embedding=False)),
+    "phimoe": ModelFamily(reads_short_factors_only=True),
+}
+_OTHER = ModelFamily()
+
+
+def family_of(config: Any) -> ModelFamily:
+    """Return the row of a model by transformers' config: its own, not that of its text model."""
+    return FAMILIES.get(getattr(config, "model_type", ""), _OTHER)
+
+
+def layer_class(model_type: str, name: str) -> str:
+    """Return the full name of transformers' class for a kind of layer, such as "RMSNorm", in a family's files."""
+    return f"transformers.models.{model_type}.modeling_{model_type}.{FAMILIES[model_type].classes}{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily:
+    """A family of models with a tower for images in front of a language model, with the sizes of one of its models."""
+
+    model_type: str
+    tower: tuple[str, ...]  # the modules of `model.base_model` that only images go through
+    image_token_id: int  # the placeholder, one for each token that the tower makes of an image
+    merge: int  # patches along a side that become one token
+    pixels: tuple[int, ...]  # sizes of what the tower takes: of a patch, laid out flat, or of a whole image
+    patch_values: int  # numbers in a patch, over its frames and channels
+    tokens_per_image: int | None = None  # where all images have the same; None: by the grid
+    num_levels: int = 1  # tensors that the tower makes for each token: its embedding, and what later layers add
+    has_grid_positions: bool = False  # mRoPE: positions of frame, row and column
+    frame: tuple[int, int] | None = None  # tokens around an image, where chat templates write only the first of them
+    sees_whole_images: bool = False  # an image's tokens attend to those that come after them in the same image
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Count the placeholders of an image of so many patches."""
+        if self.tokens_per_image is not None:
+            return self.tokens_per_image
+        return math.prod(grid) // self.merge**2
+
+
+def vision_family(config: Any) -> VisionFamily | None:
+    """Return the family of a model with images by transformers' config; None for one of text, or without a row."""
+    kind = family_of(config).vision
+    if kind == "grid":
+        deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+        return VisionFamily(
+            model_type=config.model_type,
+            tower=("visual",),
+            image_token_id=config.image_token_id,
+            merge=config.vision_config.spatial_merge_size,
+            pixels=(_patch_values(config.vision_config),),
+            patch_values=_patch_values(config.vision_config),
+            num_levels=1 + len(deepstack),
+            has_grid_positions=True,
+        )
+    if kind == "fixed":
+        vision = config.vision_config
+        side = math.isqrt(config.mm_tokens_per_image)
+        return VisionFamily(
+            model_type=config.model_type,
+            tower=("vision_tower", "multi_modal_projector"),
+            image_token_id=config.image_token_id,
+            merge=vision.image_size // vision.patch_size // side,
+            pixels=(vision.num_channels, vision.image_size, vision.image_size),
+            patch_values=vision.num_channels * vision.patch_size**2,
+            tokens_per_image=config.mm_tokens_per_image,
+            frame=(config.boi_token_index, config.eoi_token_index),
+            sees_whole_images=True,
+        )
+    return None
+
+
+def _patch_values(vision: Any) -> int:
+    """Count the numbers in a patch, over its frames and channels."""
+    channels = getattr(vision, "in_channels", 3)
+    return int(channels * vision.temporal_patch_size * vision.patch_size**2)
