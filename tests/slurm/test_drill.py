@@ -294,6 +294,7 @@ def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, in
         PATH=f"{own}{os.pathsep}{os.environ['PATH']}",
         PYTHONPATH=f"{cluster.environment['PYTHONPATH']}{os.pathsep}{packages}",
         XDG_CACHE_HOME=str(own),
+        TORCHINDUCTOR_CACHE_DIR=str(own / "torch"),  # not that of the tests' own user, which sbatch passes on
         HOME=str(own),
     )
     assert job.wait_for("COMPLETED", "FAILED")["JobState"] == "COMPLETED", job.output()
