@@ -49,7 +49,7 @@ from spmdrl.config.environment import ClassEnvironment
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.torch.requests import Running
+from spmdrl.engine.torch.scheduler import RequestState
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
@@ -323,20 +323,21 @@ def forced(request: Request) -> Request:
 
 @contextlib.contextmanager
 def torch_engine(folder: str, max_running: int) -> Iterator[Metered]:
-    """The torch engine, with the seconds of its prefills and what it has kept of their prompts."""
+    """The torch engine, with the seconds of its prefills and what it had cached of their prompts."""
     engine = start_engine(AutoModelForCausalLM.from_pretrained(folder), max_running=max_running)
     metered = Metered(engine, in_process=True)
-    prefill = engine._prefill
+    prefill = engine.runner.prefill
 
-    def timed_prefill(runs: list[Running], **options: Any) -> Any:
-        for run in runs:
-            metered.count_read(len(run.context.token_ids), len(run.context.token_ids) - len(run.unread))
+    def timed_prefill(admitted: list[RequestState], *args: Any, **options: Any) -> Any:
+        for state in admitted:
+            num_tokens = len(state.prefix.token_ids)
+            metered.count_read(num_tokens, num_tokens - len(state.uncached_ids))
         start = time.perf_counter()
-        logits = prefill(runs, **options)
+        sampled = prefill(admitted, *args, **options)
         metered.prefill_s += time.perf_counter() - start
-        return logits
+        return sampled
 
-    engine._prefill = timed_prefill  # type: ignore[method-assign]
+    engine.runner.prefill = timed_prefill  # type: ignore[method-assign]
     yield metered
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,7 +89,7 @@ class RolloutEngine(WeightSink):
         """Ask `generate`'s caller for requests soon: there may be one again. Any thread may call this."""
 
     def sleep(self) -> None:
-        """Give back the memory that training needs: whatever of `offload.engine` the engine holds now.
+        """Give back the memory that training needs: that of `offload.engine` which it has now.
 
         Released weights count as not loaded; the next `begin_update` takes their memory back.
         """
@@ -144,7 +145,7 @@ class RolloutEngine(WeightSink):
             yield entry.name, entry.view(buffer)
 
 
-# Requests for an engine, numbered, and taken as there is room.
+# What engines share.
 
 
 class RequestQueue:
@@ -175,3 +176,41 @@ class RequestQueue:
     def ask_again(self) -> None:
         """Ask the caller for requests again: a response was given, or time has passed."""
         self._pausing = False
+
+
+class AdapterRefs:
+    """Counts the running requests of each version; one that is not the newest and that none needs is unused."""
+
+    def __init__(self) -> None:
+        self._loaded: set[int] = set()
+        self._running: Counter[int] = Counter()
+
+    def add(self, version: int) -> None:
+        """Note that the engine has loaded the adapters of this version."""
+        self._loaded.add(version)
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._loaded
+
+    def begin(self, version: int) -> None:
+        """Note that a request of this version was taken."""
+        self._running[version] += 1
+
+    def end(self, version: int) -> None:
+        """Note that a request of this version has ended, in whatever way."""
+        self._running[version] -= 1
+
+    def none_running(self) -> None:
+        """Note that nothing runs any more: what still ran was given up."""
+        self._running.clear()
+
+    def pop_unused(self, newest: int) -> list[int]:
+        """Return the versions that no request needs, oldest first, and forget them."""
+        unused = sorted(version for version in self._loaded if version != newest and not self._running[version])
+        self._loaded.difference_update(unused)
+        return unused
+
+    def clear(self) -> None:
+        """Forget everything: the engine was started again."""
+        self._loaded.clear()
+        self._running.clear()

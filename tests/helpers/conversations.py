@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.engine.torch.requests import Running
+from spmdrl.engine.torch.runner import Sampled
+from spmdrl.engine.torch.scheduler import RequestState
 from spmdrl.types import Request, Response
 
 
@@ -45,11 +45,11 @@ def conversations(
 def count_read(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the engine will append the tokens that each of its prefills reads."""
     read: list[int] = []
-    prefill = engine._prefill
+    prefill = engine.runner.prefill
 
-    def counted(runs: list[Running], *, first_row: int) -> Tensor:
-        read.append(sum(map(len, {run.context: run.unread for run in runs}.values())))
-        return prefill(runs, first_row=first_row)
+    def counted(admitted: list[RequestState], running: list[RequestState], *, num_waiting: int) -> Sampled:
+        read.append(sum(map(len, {state.prefix: state.uncached_ids for state in admitted}.values())))
+        return prefill(admitted, running, num_waiting=num_waiting)
 
-    monkeypatch.setattr(engine, "_prefill", counted)
+    monkeypatch.setattr(engine.runner, "prefill", counted)
     return read

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.config import ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.torch import engine
+from spmdrl.engine.torch import runner
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import sample_tokens
 from spmdrl.faults.files import FaultFiles
@@ -206,7 +206,7 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
 
 
 def _with_another_decode(argv: list[str]) -> int:
-    with mock.patch.object(engine, "_decoding_of", lambda _: (engine.attend_to_cache, sample_tokens)):
+    with mock.patch.object(runner, "_decoding_of", lambda _: (runner.attend_to_cache, sample_tokens)):
         return main(argv)
 
 

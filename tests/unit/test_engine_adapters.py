@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.engine.torch import requests
+from spmdrl.engine.protocol import AdapterRefs
+from spmdrl.engine.torch import scheduler
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.engine.versions import AdapterRefs
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, Span
 from tests.helpers.adapters import ALL_LINEAR, merged, random_adapters
@@ -179,20 +179,20 @@ def test_a_version_lives_as_long_as_a_request_needs_it(model: Any) -> None:
     engine = engine_for(model, 4)
     for version in (1, 2):
         engine.load_adapters(random_adapters(model, version))
-    assert sorted(engine._adapters.versions) == [2]
+    assert sorted(engine.runner.adapters.versions) == [2]
     held: list[list[int]] = []
 
     def requests() -> Iterator[Request | None]:
         yield replace(request(0), max_response_tokens=60)
         for version in (3, 4):
             engine.load_adapters(random_adapters(model, version))
-            held.append(sorted(engine._adapters.versions))
+            held.append(sorted(engine.runner.adapters.versions))
             yield None
             yield replace(request(version), max_response_tokens=40)
 
     assert {i: response.spans[0].version for i, response in engine.generate(requests())} == {0: 2, 1: 3, 2: 4}
     assert held == [[2, 3], [2, 3, 4]]
-    assert sorted(engine._adapters.versions) == [4]
+    assert sorted(engine.runner.adapters.versions) == [4]
 
 
 def test_aborted_requests_hold_no_version(model: Any) -> None:
@@ -206,33 +206,33 @@ def test_aborted_requests_hold_no_version(model: Any) -> None:
         yield request(1)
 
     assert {response.finish_reason for _, response in engine.generate(requests())} == {"abort"}
-    assert sorted(engine._adapters.versions) == [2]
+    assert sorted(engine.runner.adapters.versions) == [2]
 
 
 def test_tensors_that_arrive_otherwise_are_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, adapters = engine_for(model), random_adapters(model, 1)
-    real = engine._adapters.load
+    real = engine.runner.adapters.load
 
     def load(given: Any) -> Any:
         copies = real(given)
         next(iter(copies.tensors.values()))[0, 0] += 1
         return copies
 
-    monkeypatch.setattr(engine._adapters, "load", load)
+    monkeypatch.setattr(engine.runner.adapters, "load", load)
     assert engine.load_adapters(adapters) == [next(iter(adapters.tensors))]
 
 
 def test_a_prompt_counts_once_for_each_version_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 8)
     same = Request(prompt_ids=(2, 3, 4, 5, 6), seed=0, max_response_tokens=4)
-    waiting = deque(requests.Running(index, same, version) for index, version in enumerate((1, 1, 2)))
-    assert [run.version for run in requests.admit(waiting, 3)] == [1, 1]
+    waiting = deque(scheduler.RequestState(index, same, version) for index, version in enumerate((1, 1, 2)))
+    assert [state.version for state in scheduler.admit(waiting, 3)] == [1, 1]
 
 
-def test_a_dead_version_is_told_once() -> None:
+def test_an_unused_version_is_returned_once() -> None:
     versions = AdapterRefs()
     for version in (1, 2, 3):
-        versions.hold(version)
+        versions.add(version)
     versions.begin(1)
     assert versions.pop_unused(3) == [2]
     assert versions.pop_unused(3) == []

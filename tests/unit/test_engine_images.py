@@ -116,7 +116,7 @@ def test_logprobs_equal_those_of_a_full_forward(looking: Looking, max_running: i
     """Groups with 0, 1, 2 and 3 images of different sizes, together and a few at a time."""
     asked = looking.requests()
     engine = looking.engine(max_running)
-    assert (engine._decoder is None) == looking.decodes_plainly
+    assert (engine.runner.decoder is None) == looking.decodes_plainly
     looking.check(asked, answers(engine, asked))
 
 
@@ -186,19 +186,19 @@ def test_features_that_found_no_room_are_computed_again(looking: Looking, monkey
     monkeypatch.setattr(images, "KEPT_TOKENS", 1)
     grids = seen_grids(monkeypatch)
     engine = looking.engine(1)
-    engine._features._max_patches = 1
+    engine.runner.images._max_patches = 1
     looking.check(asked, answers(engine, asked))
     assert len(grids) == 1 + 2 + 1 + 1  # what the prompt before has shown is there
-    assert len(engine._features._kept) == 1
+    assert len(engine.runner.images._cached) == 1
     engine.sleep()
-    assert not engine._features._kept
+    assert not engine.runner.images._cached
 
 
 def test_pixels_may_be_removed_while_their_request_waits(looking: Looking) -> None:
     """A store that has room for the images of one prompt."""
     asked, store = looking.requests(), {}
     crowded = replace(looking, pictures={}).engine(8)
-    crowded._features._store = store
+    crowded.runner.images._store = store
 
     def shown_one_by_one() -> Iterator[Request]:
         for request in asked:

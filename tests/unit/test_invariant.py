@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3VLConfig
 
-from spmdrl.engine.torch import engine
+from spmdrl.engine.torch import runner
 from spmdrl.engine.torch.sampling import sample_tokens
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
@@ -174,8 +174,8 @@ def test_threads_do_not_matter(tmp_path: Path) -> None:
 PLAIN_OPERATORS = {
     "linear": (invariant, "linear", F.linear),
     "silu": (invariant, "silu", F.silu),
-    "attention": (engine, "attend_to_cache_in_tiles", engine.attend_to_cache),
-    "log-probabilities": (engine, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
+    "attention": (runner, "attend_to_cache_in_tiles", runner.attend_to_cache),
+    "log-probabilities": (runner, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
 }
 
 

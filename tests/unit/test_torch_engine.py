@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from spmdrl.engine.dense_decoder import LAYERS
-from spmdrl.engine.torch.cache import Context, KeptRow, PrefixCache, RowContents
+from spmdrl.engine.torch.cache import RowContents
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
+from spmdrl.engine.torch.scheduler import CachedPrefix, Prefix, PrefixCache
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.recurrent import reset_state_per_sequence
 from spmdrl.preflight.shapes import decoder_of
@@ -125,8 +126,8 @@ def test_decoding_without_modules_is_the_forward_pass_of_the_model(dense, in_c: 
     """For responses of many lengths, on weights that a second refit has replaced."""
     asked = requests(30)
     fast, plain = engine_for(dense, 16), engine_for(dense, 16)
-    assert fast._decoder is not None
-    plain._decoder = None
+    assert fast.runner.decoder is not None
+    plain.runner.decoder = None
     changed = {name: weight * 1.25 for name, weight in dense.named_parameters()}
     # With the larger weights each is up to 5e-6 away from what float64 computes, with or without modules.
     for tensors, tolerance in ((dict(dense.named_parameters()), 1e-6), (changed, 5e-6)):
@@ -156,7 +157,7 @@ def test_what_decodes_without_modules_is_named_as_transformers_names_it(layer: s
 def test_other_families_decode_by_their_own_forward_pass(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_pretrained(save_gemma3(tmp_path))
     engine, asked = engine_for(gemma), requests(6)
-    assert engine._decoder is None
+    assert engine.runner.decoder is None
     for request, response in zip(asked, answers(engine, asked), strict=True):
         expected = plain_logprobs(gemma, request, response)
         torch.testing.assert_close(torch.tensor(response.logprobs), expected, rtol=0, atol=1e-5)
@@ -335,9 +336,11 @@ def test_requests_that_wait_together_are_read_together(model, monkeypatch: pytes
     """Alternating ones that begin and ones that go on: two prefills, with no decode step between."""
     engine = engine_for(model, 32)
     calls: list[str] = []
-    for name in ("_read", "_read_on", "_decode"):
-        method = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *a, _name=name, _do=method, **k: calls.append(_name) or _do(*a, **k))
+    for name in ("_prefill", "_extend", "_decode"):
+        method = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda *a, _name=name, _do=method, **k: calls.append(_name) or _do(*a, **k)
+        )
     first = requests(4, max_response_tokens=2, stop_token_ids=frozenset(), cache_on_finish=frozenset({"length"}))
     long = Request(prompt_ids=(9, 8), seed=5, max_response_tokens=40)
     done: dict[int, Response] = {}
@@ -352,7 +355,7 @@ def test_requests_that_wait_together_are_read_together(model, monkeypatch: pytes
 
     for place, response in engine.generate(source()):
         done[place] = response
-    assert "".join({"_read": "R", "_read_on": "O", "_decode": "."}[call] for call in calls).startswith("R.OR.")
+    assert "".join({"_prefill": "P", "_extend": "E", "_decode": "."}[call] for call in calls).startswith("P.EP.")
 
 
 def test_nothing_is_kept_when_sampling_begins_anew(model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,33 +368,33 @@ def test_nothing_is_kept_when_sampling_begins_anew(model, monkeypatch: pytest.Mo
     assert sum(read) == sum(len(request.prompt_ids) for request in goes_on)
 
 
-def test_rows_are_kept_for_what_goes_on_alone() -> None:
-    def context(*token_ids: int, version: int = 1, images: tuple[ImageSpan, ...] = ()) -> Context:
-        return Context(version, token_ids, images)
+def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
+    def prefix(*token_ids: int, version: int = 1, images: tuple[ImageSpan, ...] = ()) -> Prefix:
+        return Prefix(version, token_ids, images)
 
     image = ImageSpan(digest="a", start=1, num_tokens=1, grid=(1, 2, 2))
-    begun = context(2, 3, 4)
-    assert begun.begins(context(2, 3, 4, 5))
-    for other in (context(2, 3, 4), context(2, 3), context(2, 9, 4, 5), context(2, 3, 4, 5, version=2)):
-        assert not begun.begins(other)
-    assert not begun.begins(context(2, 3, 4, 5, images=(image,)))
+    short = prefix(2, 3, 4)
+    assert short.begins(prefix(2, 3, 4, 5))
+    for other in (prefix(2, 3, 4), prefix(2, 3), prefix(2, 9, 4, 5), prefix(2, 3, 4, 5, version=2)):
+        assert not short.begins(other)
+    assert not short.begins(prefix(2, 3, 4, 5, images=(image,)))
 
-    def row_of(*token_ids: int, version: int = 1) -> KeptRow:
+    def row_of(*token_ids: int, version: int = 1) -> CachedPrefix:
         keys, values = torch.empty(2, 1, 1, len(token_ids), 2)
         states = {0: (torch.empty(1, 2), torch.empty(1, 3))}  # 20 bytes
-        return KeptRow(context(*token_ids, version=version), RowContents((keys, values), states))
+        return CachedPrefix(prefix(*token_ids, version=version), RowContents((keys, values), states))
 
     rows = [row_of(*range(2, end)) for end in (4, 6, 8, 5)]
     assert [row.contents.num_bytes for row in rows] == [20 + 16 * n for n in (2, 4, 6, 3)]
-    kept = PrefixCache(max_bytes=4 * 20 + 16 * (2 + 4 + 6 + 3) - 1)
-    assert not kept.make_room(4 * 20 + 16 * 15)
+    cache = PrefixCache(max_bytes=4 * 20 + 16 * (2 + 4 + 6 + 3) - 1)
+    assert not cache.make_room(4 * 20 + 16 * 15)
     for row in rows:
-        assert kept.make_room(row.contents.num_bytes)
-        kept.keep(row)
-    asked = context(*range(2, 8))
-    assert [kept.take(asked) for _ in range(3)] == [rows[1], rows[3], None]  # the first had to go, the third is longer
-    assert kept.take(context(*range(2, 20), version=2)) is None
-    assert kept.take(context(*range(2, 20))) is None, "what older weights have read is kept"
+        assert cache.make_room(row.contents.num_bytes)
+        cache.store(row)
+    asked = prefix(*range(2, 8))
+    assert [cache.take(asked) for _ in range(3)] == [rows[1], rows[3], None]  # the first had to go, the third is longer
+    assert cache.take(prefix(*range(2, 20), version=2)) is None
+    assert cache.take(prefix(*range(2, 20))) is None, "what older weights have read is kept"
 
 
 def test_the_planner_counts_what_the_cache_holds(model) -> None:
@@ -399,7 +402,7 @@ def test_the_planner_counts_what_the_cache_holds(model) -> None:
     asked = [Request(prompt_ids=(3, 4), seed=i, max_response_tokens=6 if i else 1) for i in range(4)]
     next(engine.generate(asked))  # leaves three rows of at most eight tokens in use, in a cache for four
     decoder = decoder_of(model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()})
-    cache = engine._cache
+    cache = engine.runner.cache
     assert cache is not None
     keys_values = cache._keys_values._keys.nbytes + cache._keys_values._values.nbytes
     assert keys_values == 4 * 8 * decoder.key_value_width * 4
@@ -445,7 +448,7 @@ def test_a_sleeping_engine_keeps_only_what_it_was_not_told_to_release(model) -> 
     for _ in range(2):
         engine.sleep()
         engine.sleep()
-        assert engine._cache is None
+        assert engine.runner.cache is None
         assert {weight.untyped_storage().nbytes() for weight in engine.weights.values()} == {0}
         engine.wake()
         with pytest.raises(AssertionError, match="refit before sampling"):
@@ -455,5 +458,5 @@ def test_a_sleeping_engine_keeps_only_what_it_was_not_told_to_release(model) -> 
     keeps_all = engine_for(model, release=())
     answers(keeps_all, asked)
     keeps_all.sleep()
-    assert keeps_all._cache is not None
+    assert keeps_all.runner.cache is not None
     assert answers(keeps_all, asked) == before

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
+from spmdrl.engine.protocol import AdapterRefs
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.layout import DIGEST, MISMATCH, TpShard, padded_adapters
 from spmdrl.engine.sglang.process import SGLangProcess
-from spmdrl.engine.versions import AdapterRefs
 from spmdrl.model.load import load_model_config, model_without_memory
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.policy import plan_adapters
@@ -141,14 +141,14 @@ class _Adapted:
 
 
 class AdapterSlots:
-    """The versions whose adapters one SGLang engine holds."""
+    """The versions whose adapters one SGLang engine has loaded."""
 
     def __init__(self, share: TpShard) -> None:
         """`share` is any device's."""
         self._share = share
         self._versions = AdapterRefs()
-        # SGLang may read a version's tensors as long as it holds them, so each version has memory of its own, which is
-        # used again when the version is gone.
+        # SGLang may read a version's tensors as long as they are loaded, so each version has memory of its own, which
+        # is used again when the version is gone.
         self._memory: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
         self._plan: _Plan | None = None
@@ -158,7 +158,7 @@ class AdapterSlots:
         """Load a version, and begin to unload those that no request needs. Returns the names of tensors that arrived
         otherwise than they were sent. Raises EngineDied when the engine dies meanwhile."""
         version = adapters.version
-        if self._versions.holds(version):  # engines are given their weights once more when another has died
+        if version in self._versions:  # engines are given their weights once more when another has died
             self._unload(process, version)
         self.settle(process)
         plan, memory = self._in_own_memory(adapters)
@@ -182,9 +182,9 @@ class AdapterSlots:
             sent = digests({name: [tensor] for name, tensor in given.items()})
             return [name for name, found in json.loads(arrived).items() if found != sent.get(name)]
         self._memory[version] = memory
-        self._versions.hold(version)
-        for dead in self._versions.pop_unused(version):
-            self._unload(process, dead)
+        self._versions.add(version)
+        for unused in self._versions.pop_unused(version):
+            self._unload(process, unused)
         return []
 
     def settle(self, process: SGLangProcess) -> None:
@@ -197,7 +197,7 @@ class AdapterSlots:
     def begin(self, version: int) -> str | None:
         """Note that a request of this version begins; return the name of its adapters, None when it has none."""
         self._versions.begin(version)
-        return _name(version) if self._versions.holds(version) else None
+        return _name(version) if version in self._versions else None
 
     def end(self, version: int) -> None:
         """Note that a request of this version has ended."""
@@ -207,9 +207,8 @@ class AdapterSlots:
         """Note that nothing runs any more."""
         self._versions.none_running()
 
-    def holds(self, version: int) -> bool:
-        """Return True when the adapters of this version are loaded."""
-        return self._versions.holds(version)
+    def __contains__(self, version: int) -> bool:
+        return version in self._versions
 
     def clear(self) -> None:
         """Forget everything: the engine was started again."""

@@ -199,7 +199,7 @@ class SGLangEngine(RolloutEngine):
             if (answered := _first(finished)) is not None:
                 index, answer = answered
                 version = versions.pop(index)
-                response = _response(answer.result(), version if self._adapters.holds(version) else None)
+                response = _response(answer.result(), version if version in self._adapters else None)
                 self._adapters.end(version)
                 if response.finish_reason == "abort" and not self._abort:
                     raise RuntimeError(f"SGLang gave up a request by itself: {answer.result()['meta_info']}")

@@ -21,21 +21,21 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] giv
 
 
 class AdapterBank:
-    """The adapters that an engine holds, on the linear layers and the experts of its model."""
+    """The adapters of all loaded versions, on the linear layers and the experts of a model."""
 
     def __init__(self, model: PreTrainedModel, product: Product) -> None:
         """`product` is how the model's linear layers multiply."""
         self._model, self._product, self._device = model, product, model.device
         self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         self._hooks: dict[str, Any] = {}
-        self._by_row: set[nn.Module] = set()  # modules of experts that ask for their rows' weights
-        self._held: dict[int, _Held] = {}  # by version
-        self._chosen: list[tuple[Rows, _Held]] = []  # disjoint rows of the next forward pass, and their adapters
+        self._by_row: set[nn.Module] = set()  # modules of experts that are computed with their rows' weights
+        self._loaded: dict[int, _Loaded] = {}  # by version
+        self._chosen: list[tuple[Rows, _Loaded]] = []  # disjoint rows of the next forward pass, and their adapters
 
     @property
     def versions(self) -> Collection[int]:
-        """The versions that are held."""
-        return self._held.keys()
+        """The versions that are loaded."""
+        return self._loaded.keys()
 
     def load(self, adapters: AdapterVersion) -> AdapterVersion:
         """Copy the adapters of a version; return the copies. The model's weights are those that they change."""
@@ -49,7 +49,7 @@ class AdapterBank:
         }
         parameters = adapters.config.get("target_parameters") or ()
         experts = merged_experts(self._model, tensors, parameters, scale=adapters.scale)
-        self._held[adapters.version] = _Held(pairs, adapters.scale, experts)
+        self._loaded[adapters.version] = _Loaded(pairs, adapters.scale, experts)
         for name in pairs.keys() - self._hooks.keys():
             self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
         for module in experts.keys() - self._by_row:
@@ -59,26 +59,27 @@ class AdapterBank:
 
     def drop(self, version: int) -> None:
         """Free the adapters of a version."""
-        del self._held[version]
+        del self._loaded[version]
 
     def choose(self, runs: Iterable[tuple[int, int]]) -> None:
         """Choose the adapters of each row in the next forward pass, given runs of rows: their version and how many.
 
         Rows of a version that has none are computed by the base alone.
         """
-        found = _by_version(runs) if self._held else ()  # most engines hold none, and this is called for every token
-        self._chosen = [(rows, self._held[version]) for version, rows in found if version in self._held]
+        # Most engines have no adapters, and this is called for every token.
+        versions = _rows_by_version(runs) if self._loaded else ()
+        self._chosen = [(rows, self._loaded[version]) for version, rows in versions if version in self._loaded]
 
     def add_to(self, y: Tensor, x: Tensor, layers: tuple[str, ...]) -> Tensor:
         """Add what the chosen adapters make of x [n, D] to y [n, V], the outputs of these layers side by side."""
-        for rows, held in self._chosen:
-            if (pair := held.side_by_side(layers, self._layers)) is not None:
+        for rows, adapters in self._chosen:
+            if (pair := adapters.side_by_side(layers, self._layers)) is not None:
                 a, b = pair
-                y[rows] += self._product(self._product(x[rows], a), b) * held.scale
+                y[rows] += self._product(self._product(x[rows], a), b) * adapters.scale
         return y
 
     def _experts_of_rows(self, module: nn.Module) -> list[tuple[Rows, Weights]]:
-        return [(rows, held.experts[module]) for rows, held in self._chosen if module in held.experts]
+        return [(rows, one.experts[module]) for rows, one in self._chosen if module in one.experts]
 
     def _hook(self, name: str) -> Callable[..., Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class AdapterBank:
         return add
 
 
-class _Held:
+class _Loaded:
     """The adapters of one version."""
 
     def __init__(
@@ -117,7 +118,7 @@ class _Held:
         return torch.cat([pair[0] for pair in found if pair is not None]), torch.block_diag(*blocks)
 
 
-def _by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
+def _rows_by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
     """Yield each version with its rows."""
     places: dict[int, list[range]] = {}
     start = 0
@@ -125,14 +126,16 @@ def _by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
         end = start + sum(length for _, length in run)
         places.setdefault(version, []).append(range(start, end))
         start = end
-    for version, mine in places.items():
+    for version, runs_of_version in places.items():
         yield (
             version,
-            slice(mine[0].start, mine[0].stop) if len(mine) == 1 else torch.tensor([i for run in mine for i in run]),
+            slice(runs_of_version[0].start, runs_of_version[0].stop)
+            if len(runs_of_version) == 1
+            else torch.tensor([row for run in runs_of_version for row in run]),
         )
 
 
-# Adapters of experts in the torch engine: each row is computed with the experts of its own version.
+# Adapters of experts: each row is computed with the experts of its own version.
 #
 # Experts are computed by kernels that take whole weights, so a version has its own: W + scale * B A, as the trainer
 # has while it computes. They are made once, when the version is loaded.

@@ -1,9 +1,15 @@
-"""The torch engine's cache: keys, values and recurrent states of running rows, and those of requests that have ended,
-for the next request of an episode."""
+"""The torch engine's cache: a row for each running request, whatever kinds of layers its model has.
+
+    RowCache     a row: what its layers need of the tokens so far, and their number
+      KVCache    keys and values, of layers that attend
+      StateCache states, of recurrent layers
+
+Before a forward pass the engine calls `begin_prefill`, `begin_extend` or `begin_decode`, which return what the layers
+take: how to attend (and store new keys and values), and their states.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,9 +26,7 @@ from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import attending_layers
 from spmdrl.model.recurrent import LayerStates
 from spmdrl.model.rotary import lengths_of_tokens
-from spmdrl.types import ImageSpan, UserError
-
-# The memory of the running rows of the torch engine, whatever kinds of layers its model has.
+from spmdrl.types import UserError
 
 
 class LayerInputs(TypedDict):
@@ -36,14 +40,14 @@ class LayerInputs(TypedDict):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContents:
-    """A copy of what a row remembers."""
+    """A copy of a row."""
 
     keys_values: KeysValues
     states: StatesOfLayers
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Its memory."""
         tensors = [*self.keys_values, *(tensor for of_layer in self.states.values() for tensor in of_layer)]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -55,16 +59,16 @@ class RowCache:
         self._device = device
         self._keys_values = KVCache(config, num_rows, capacity, device=device, dtype=dtype)
         self._states = StateCache()
-        self._shifts: list[int] = []  # of rows: what positions have more than places, after images
+        self._shifts: list[int] = []  # of rows: position minus place of tokens to come, which images change
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row in use."""
         return self._keys_values.longest
 
-    def holds(self, num_rows: int, capacity: int) -> bool:
+    def fits(self, num_rows: int, capacity: int) -> bool:
         """Return True when `num_rows` rows of `capacity` tokens fit."""
-        return self._keys_values.holds(num_rows, capacity)
+        return self._keys_values.fits(num_rows, capacity)
 
     def grow(self, num_rows: int, capacity: int) -> None:
         """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
@@ -75,8 +79,8 @@ class RowCache:
     ) -> LayerInputs:
         """Prepare a forward pass over sequences of these lengths, with attention by `packed`.
 
-        Row first_row + i remembers sequence sequences[i]; the position of each token that it decodes is the token's
-        place and the sequence's shift.
+        Row first_row + i takes sequence sequences[i]; the position of each token that it decodes is the token's place
+        plus the sequence's shift.
         """
         del self._shifts[first_row:]
         self._shifts += [shifts[sequence] for sequence in sequences]
@@ -85,25 +89,25 @@ class RowCache:
         states = self._states.begin_prefill(torch.tensor(sequences, device=self._device), first_row=first_row)
         return LayerInputs(lengths=lengths_of_tokens(seqlens), attend=attend, seqlens=seqlens, states=states)
 
-    def begin_rest(
-        self, begun: Sequence[RowContents], *, seqlens: list[int], shifts: list[int], kernel: Kernel, first_row: int
+    def begin_extend(
+        self, cached: Sequence[RowContents], *, seqlens: list[int], shifts: list[int], kernel: Kernel, first_row: int
     ) -> tuple[LayerInputs, PrefillExtend, Tensor]:
-        """Prepare a forward pass over the rest of sequences, seqlens[i] more tokens after what begun[i] remembers;
-        return its `attend` and the tokens' positions [T] int64 too.
+        """Prepare a forward pass over seqlens[i] tokens that follow those of cached[i]; return its `attend` and the
+        tokens' positions [T] int64 too.
 
-        Row first_row + i takes begun[i] and the rest; `shifts` as in `begin_prefill`.
+        Row first_row + i takes cached[i] and the new tokens; `shifts` as in `begin_prefill`.
         """
         del self._shifts[first_row:]
         self._shifts += shifts
-        keys_values, states = [one.keys_values for one in begun], [one.states for one in begun]
-        rest, positions = self._keys_values.begin_rest(keys_values, seqlens, kernel, first_row=first_row)
+        keys_values, states = [one.keys_values for one in cached], [one.states for one in cached]
+        extend, positions = self._keys_values.begin_extend(keys_values, seqlens, kernel, first_row=first_row)
         if any(shifts):
             of_tokens = [shift for shift, n in zip(shifts, seqlens, strict=True) for _ in range(n)]
             positions = positions + torch.tensor(of_tokens, device=self._device)
-        rows = torch.arange(len(begun), device=self._device)
-        of_layers = self._states.begin_prefill(rows, first_row=first_row, begun=states)
+        rows = torch.arange(len(cached), device=self._device)
+        of_layers = self._states.begin_prefill(rows, first_row=first_row, cached=states)
         lengths = self._keys_values.lengths[first_row:].repeat_interleave(torch.tensor(seqlens))
-        return LayerInputs(lengths=lengths, attend=rest, seqlens=seqlens, states=of_layers), rest, positions
+        return LayerInputs(lengths=lengths, attend=extend, seqlens=seqlens, states=of_layers), extend, positions
 
     def row_bytes(self, row: int) -> int:
         """The memory that `contents` of a row takes."""
@@ -111,28 +115,26 @@ class RowCache:
 
     @torch.inference_mode()
     def contents(self, row: int) -> RowContents:
-        """Copy what a row remembers."""
+        """Copy a row."""
         return RowContents(self._keys_values.contents(row), self._states.contents(row))
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, DecodeTokens, Tensor]:
         """Prepare a forward pass over one new token per row; return its `attend` and the tokens' positions [n] int64
         too."""
-        newest, positions = self._keys_values.begin_decode(attend_to_cache)
+        decode, positions = self._keys_values.begin_decode(attend_to_cache)
         states = self._states.begin_decode()
         if any(self._shifts):
             positions = positions + torch.tensor(self._shifts, device=self._device)
         seqlens, lengths = [1] * len(positions), self._keys_values.lengths
-        return LayerInputs(lengths=lengths, attend=newest, seqlens=seqlens, states=states), newest, positions
+        return LayerInputs(lengths=lengths, attend=decode, seqlens=seqlens, states=states), decode, positions
 
-    def compact(self, kept: list[int], holes: list[int], movers: list[int]) -> None:
-        """Move rows `movers` to `holes` and forget every row that is not in `kept`."""
-        into, out_of = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (holes, movers))
-        self._keys_values.compact(kept, into, out_of)
-        self._states.compact(len(kept), into, out_of)
-        self._shifts = [self._shifts[row] for row in kept]
-
-
-# The torch engine's KV cache, and attention to it.
+    def compact(self, rows: list[int]) -> None:
+        """Make row i what row rows[i] was; forget the others."""
+        moves = [(hole, row) for hole, row in enumerate(rows) if hole != row]
+        holes, movers = torch.tensor(moves, dtype=torch.int64, device=self._device).view(-1, 2).unbind(1)
+        self._keys_values.compact(rows, holes, movers)
+        self._states.compact(len(rows), holes, movers)
+        self._shifts = [self._shifts[row] for row in rows]
 
 
 AttendToCache = Callable[..., Tensor]  # as `attend_to_cache`
@@ -199,7 +201,7 @@ class KVCache:
         larger[:, :used, :, :longest] = cells[:, :used, :, :longest]
         return larger
 
-    def holds(self, num_rows: int, capacity: int) -> bool:
+    def fits(self, num_rows: int, capacity: int) -> bool:
         """Return True when `num_rows` rows of `capacity` tokens fit."""
         return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
 
@@ -227,28 +229,34 @@ class KVCache:
 
         return attend
 
-    def begin_rest(
-        self, begun: Sequence[KeysValues], seqlens: list[int], kernel: Kernel, *, first_row: int
+    def begin_extend(
+        self, cached: Sequence[KeysValues], seqlens: list[int], kernel: Kernel, *, first_row: int
     ) -> tuple[PrefillExtend, Tensor]:
-        """Return an `attend` for seqlens[i] more tokens of the sequence of which row first_row + i takes begun[i], and
-        the places [T] int64 of those tokens in their sequences."""
+        """Copy cached[i] into row first_row + i; return an `attend` for seqlens[i] tokens that follow, and the places
+        [T] int64 of those tokens in their sequences."""
         device = self._keys.device
-        earlier = [keys.shape[2] for keys, _ in begun]
+        prefix_lens = [keys.shape[2] for keys, _ in cached]
         del self._lengths[first_row:]
-        self._lengths += [before + length for before, length in zip(earlier, seqlens, strict=True)]
-        for row, (contents, before) in enumerate(zip(begun, earlier, strict=True), start=first_row):
-            for cells, kept in zip((self._keys, self._values), contents, strict=True):
-                cells[:, row, :, :before] = kept
+        self._lengths += [before + length for before, length in zip(prefix_lens, seqlens, strict=True)]
+        for row, (contents, before) in enumerate(zip(cached, prefix_lens, strict=True), start=first_row):
+            for cells, of_prefix in zip((self._keys, self._values), contents, strict=True):
+                cells[:, row, :, :before] = of_prefix
         self._stored.clear()
-        ends = zip(earlier, self._lengths[first_row:], strict=True)
+        ends = zip(prefix_lens, self._lengths[first_row:], strict=True)
         places = torch.cat([torch.arange(before, end, device=device) for before, end in ends])
         rows = torch.arange(first_row, len(self._lengths), device=device)
         rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
-        attends = [_attention_of_rest(before, n, kernel, device) for before, n in zip(earlier, seqlens, strict=True)]
-        in_c = kernel == "sdpa"
-        return PrefillExtend(
-            (rows, slice(None), places), self.cells, first_row, seqlens, earlier, attends, in_c
-        ), places
+        attends = [
+            causal_attention(
+                SequenceLayout([n], torch.tensor([0, n], dtype=torch.int32, device=device), before), kernel
+            )
+            for before, n in zip(prefix_lens, seqlens, strict=True)
+        ]
+        cells_of_tokens = (rows, slice(None), places)
+        extend = PrefillExtend(
+            cells_of_tokens, self.cells, first_row, seqlens, prefix_lens, attends, in_c=kernel == "sdpa"
+        )
+        return extend, places
 
     def row_bytes(self, row: int) -> int:
         """The memory of a row's keys and values."""
@@ -287,24 +295,24 @@ class KVCache:
         place = self._places[layer]
         return self._keys[place], self._values[place]
 
-    def compact(self, kept: list[int], holes: Tensor, movers: Tensor) -> None:
-        """Move rows `movers` to `holes`, both [h] int64, and forget every row that is not in `kept`."""
+    def compact(self, rows: list[int], holes: Tensor, movers: Tensor) -> None:
+        """Make row i what row rows[i] was; rows `movers` move to `holes`, both [h] int64."""
         if len(holes):
             longest = max(self._lengths)
             for cells in (self._keys, self._values):
                 cells[:, holes, :, :longest] = cells[:, movers, :, :longest]
-        self._lengths = [self._lengths[row] for row in kept]
+        self._lengths = [self._lengths[row] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillExtend:
-    """A forward pass over the last tokens of rows of a cache: stores their keys and values, and attends."""
+    """A forward pass over tokens that follow cached prefixes: stores their keys and values, and attends."""
 
     places: tuple[Any, ...]  # of these tokens, in the cells of a layer
     cells: Callable[..., tuple[Tensor, Tensor]]  # as `KVCache.cells`
     first_row: int
     seqlens: list[int]  # tokens of each row in this pass
-    earlier: list[int]  # tokens before them
+    prefix_lens: list[int]  # tokens before them
     attends: list[CausalAttention]  # of each row
     in_c: bool  # where tensors and layer allow
 
@@ -315,23 +323,19 @@ class PrefillExtend:
             of_layer[self.places] = new[0].transpose(0, 1)
         q = query[0].transpose(0, 1)
         if self.in_c and layer.window is None and layer.sinks is None and serves(q, keys, values):
-            out = attention_c.attend_to_rows(q, keys, values, self.first_row, self.seqlens, self.earlier, layer.scale)
+            out = attention_c.attend_to_rows(
+                q, keys, values, self.first_row, self.seqlens, self.prefix_lens, layer.scale
+            )
         else:
             out = torch.cat(list(self._by_row(q, keys, values, layer)))
         return out[None]
 
     def _by_row(self, q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Iterator[Tensor]:
         """Attend row by row: q [T, H, D] gives [t, H, D] for the t tokens of each row."""
-        parts = zip(q.split(self.seqlens), self.earlier, self.attends, strict=True)
+        parts = zip(q.split(self.seqlens), self.prefix_lens, self.attends, strict=True)
         for row, (part, before, attend) in enumerate(parts, start=self.first_row):
             k, v = (cells[row, :, : before + len(part)].transpose(0, 1) for cells in (keys, values))
             yield attend(part, k, v, layer)
-
-
-def _attention_of_rest(earlier: int, length: int, kernel: Kernel, device: torch.device) -> CausalAttention:
-    """Attention of the last `length` tokens of a sequence to all of it."""
-    offsets = torch.tensor([0, length], dtype=torch.int32, device=device)
-    return causal_attention(SequenceLayout([length], offsets, earlier), kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +394,6 @@ def attend_to_cache(
     return torch.matmul(weights, values).reshape(1, num_rows, num_heads, -1)
 
 
-# The torch engine's cache of what recurrent layers remember.
-
-
 # By layer: conv inputs [n, C, kernel - 1] in the layer's dtype and states [n, H, Dk, Dv] float32, of rows 0 to n - 1.
 StatesOfLayers = dict[int, tuple[Tensor, Tensor]]
 
@@ -403,14 +404,15 @@ class StateCache:
     def __init__(self) -> None:
         self._of_layers: StatesOfLayers = {}
 
-    def begin_prefill(self, sequences: Tensor, *, first_row: int, begun: Sequence[StatesOfLayers] = ()) -> LayerStates:
-        """Return the states for packed sequences: from their beginnings, or from what was left of each of them.
+    def begin_prefill(self, sequences: Tensor, *, first_row: int, cached: Sequence[StatesOfLayers] = ()) -> LayerStates:
+        """Return the states for packed sequences: from their beginnings, or after the cached prefix of each.
 
-        Row first_row + i keeps what is left of sequence sequences[i] int64; the rows from first_row on are forgotten.
+        Row first_row + i takes the last states of sequence sequences[i] int64; the rows from first_row on are
+        forgotten.
         """
         before = {
-            layer: (torch.cat([of[layer][0] for of in begun]), torch.cat([of[layer][1] for of in begun]))
-            for layer in (begun[0] if begun else ())
+            layer: (torch.cat([of[layer][0] for of in cached]), torch.cat([of[layer][1] for of in cached]))
+            for layer in (cached[0] if cached else ())
         }
         return _Prefill(self._of_layers, sequences, first_row, before)
 
@@ -431,12 +433,12 @@ class StateCache:
         return _Decode(self._of_layers)
 
     @torch.inference_mode()
-    def compact(self, num_kept: int, holes: Tensor, movers: Tensor) -> None:
-        """Move rows `movers` to `holes`, both [h] int64, and forget every row from `num_kept` on."""
+    def compact(self, num_rows: int, holes: Tensor, movers: Tensor) -> None:
+        """Move rows `movers` to `holes`, both [h] int64, and forget every row from `num_rows` on."""
         for layer, (conv, state) in self._of_layers.items():
             for cells in (conv, state):
                 cells[holes] = cells[movers]
-            self._of_layers[layer] = conv[:num_kept], state[:num_kept]
+            self._of_layers[layer] = conv[:num_rows], state[:num_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +446,7 @@ class _Prefill:
     of_layers: StatesOfLayers
     sequences: Tensor  # [rows] int64
     first_row: int
-    before: StatesOfLayers  # of sequences that go on
+    before: StatesOfLayers  # after cached prefixes
 
     def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return self.before.get(layer)
@@ -466,80 +468,3 @@ class _Decode:
 
     def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
         self.of_layers[layer] = conv, state
-
-
-# Copies of cache rows whose request has ended, for the next request of an episode that waits for its environment.
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The beginning that a first sampled token follows, and the weights that read it. Equal ones share a prefill."""
-
-    version: int
-    token_ids: tuple[int, ...]
-    images: tuple[ImageSpan, ...]  # by digest: placeholders alone do not say what they stand for
-
-    @property
-    def order(self) -> tuple[int, int, tuple[int, ...], tuple[str, ...]]:
-        """The place of a context among others: short ones first."""
-        return len(self.token_ids), self.version, self.token_ids, tuple(image.digest for image in self.images)
-
-    def begins(self, other: Context) -> bool:
-        """True when the other context is this one with more text."""
-        length = len(self.token_ids)
-        return (
-            length < len(other.token_ids)
-            and self.token_ids[-1] == other.token_ids[length - 1]  # most contexts differ here, and this is cheap
-            and self.version == other.version
-            and self.images == other.images
-            and self.token_ids == other.token_ids[:length]
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptRow:
-    """A copy of the row that has read a context."""
-
-    context: Context
-    contents: RowContents
-
-
-class PrefixCache:
-    """The newest rows that fit into `max_bytes`; the context of one that had to go is read again.
-
-    What is kept depends on the requests and on their order alone, so that a deterministic run repeats itself.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
-        self._rows: deque[KeptRow] = deque()
-
-    def make_room(self, num_bytes: int) -> bool:
-        """Forget the oldest rows until `num_bytes` more fit; return False where they never would."""
-        if num_bytes > self._max_bytes:
-            return False
-        while self._num_bytes + num_bytes > self._max_bytes:
-            self._forget(self._rows[0])
-        return True
-
-    def keep(self, row: KeptRow) -> None:
-        """Keep a row, for which there is room."""
-        self._rows.append(row)
-        self._num_bytes += row.contents.num_bytes
-
-    def take(self, context: Context) -> KeptRow | None:
-        """Give up the row that has read most of a context; None where no row has read its beginning.
-
-        Rows that other weights have read are forgotten: no later request is for those weights.
-        """
-        for row in [row for row in self._rows if row.context.version != context.version]:
-            self._forget(row)
-        begun = (row for row in self._rows if row.context.begins(context))
-        found = max(begun, key=lambda row: len(row.context.token_ids), default=None)
-        if found is not None:
-            self._forget(found)
-        return found
-
-    def _forget(self, row: KeptRow) -> None:
-        self._rows.remove(row)
-        self._num_bytes -= row.contents.num_bytes

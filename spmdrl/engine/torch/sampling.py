@@ -96,8 +96,8 @@ def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:
     """p with everything outside the smallest set of total probability top_p set to 0."""
     ordered, order = p.sort(-1, descending=True)
     before = _cumulative(ordered) - ordered
-    kept = torch.where(before < top_p[:, None], ordered, 0.0)
-    return torch.zeros_like(p).scatter(-1, order, kept)
+    nucleus = torch.where(before < top_p[:, None], ordered, 0.0)
+    return torch.zeros_like(p).scatter(-1, order, nucleus)
 
 
 def _cumulative(p: Tensor) -> Tensor:
