@@ -10,6 +10,7 @@ from unittest import mock
 
 import spmdrl.tools
 from spmdrl.faults.text import say
+from spmdrl.tools.command import PROGRAMS
 
 _PROGRAMS = ("spmdrl.train", "spmdrl.sft")
 
@@ -18,8 +19,9 @@ _INTRODUCTION = """\
 
 <!-- Generated from the programs' own parsers by `make docs`; a test compares the two. -->
 
-Each is started as `python -m NAME`. Those that take a configuration also take settings after it, as `section.key=value`
-([configuration.md](configuration.md)). The programs in `launch/` are shell scripts that say at the top what they take.
+Each is started as `python -m NAME`, or as `spmdrl NAME` where that is its name. Those that take a configuration also
+take settings after it, as `section.key=value` ([configuration.md](configuration.md)). The programs in `launch/` are
+shell scripts that say at the top what they take.
 """
 
 
@@ -30,8 +32,11 @@ class _Seen(Exception):
 def reference() -> str:
     """The page as Markdown."""
     parts = [_INTRODUCTION]
-    for name in (*_PROGRAMS, *_tools()):
-        parser = _parser(name)
+    commands = {name: one for name, one in PROGRAMS.items() if one.function != "main"}
+    mains = {name: (name, "main") for name in (*_PROGRAMS, *_tools())}
+    mains |= {f"spmdrl {name}": (one.module, one.function) for name, one in commands.items()}
+    for name, (module, function) in mains.items():
+        parser = _parser(module, function)
         rows = [_row(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
         description = " ".join((parser.description or "").split())
         table = ["| argument | default | |", "|---|---|---|", *rows] if rows else []
@@ -42,12 +47,13 @@ def reference() -> str:
 def _tools() -> list[str]:
     """The modules of `spmdrl.tools` that are programs for users, by their full names."""
     modules = [f"spmdrl.tools.{module.name}" for module in pkgutil.iter_modules(spmdrl.tools.__path__)]
-    return [name for name in modules if hasattr(importlib.import_module(name), "Parser")]
+    found = {name: importlib.import_module(name) for name in modules}
+    return [name for name, module in found.items() if hasattr(module, "Parser") and hasattr(module, "main")]
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str, function: str) -> argparse.ArgumentParser:
     """The parser with which a program reads its command line."""
-    module = importlib.import_module(name)
+    main = getattr(importlib.import_module(name), function)
 
     def stop(parser: argparse.ArgumentParser, *_: object) -> None:
         raise _Seen(parser)
@@ -59,7 +65,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop),
     ):
         try:
-            module.main(sys.argv[1:])
+            main(sys.argv[1:])
         except _Seen as seen:
             parser: argparse.ArgumentParser = seen.args[0]
             return parser

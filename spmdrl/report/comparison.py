@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from spmdrl.faults.text import escaped
 from spmdrl.report.console import format_number
+from spmdrl.report.curves import RUN_COLORS, Bands, chart_as_svg, draw_charts
 from spmdrl.report.pages import assembled
 from spmdrl.report.run_folder import RecordedRun
-from spmdrl.report.series import Band, History, band, charts_of
+from spmdrl.report.series import Band, Chart, History, band, charts_of
 
 # What a run is called, its seed, and how it is shown or stopped: nothing that it learns depends on them.
 NO_DIFFERENCE = ("run.name", "run.dir", "run.seed", "run.stop_before", "report.", "watchdog.", "export.", "checkpoint.")
@@ -64,6 +64,14 @@ class Comparison:
 
     lines: tuple[Line, ...]
     differences: dict[str, tuple[str, ...]]  # of each setting its value in each line, as TOML would write it
+
+    def charts(self) -> list[tuple[Chart, str]]:
+        """The charts that these runs fill, each with the scalar that fills it."""
+        return list(charts_of([history for line in self.lines for history in line.histories]))
+
+    def bands(self, name: str) -> Bands:
+        """A scalar over the runs of each line, by the line's label."""
+        return [(line.label, line.band(name)) for line in self.lines]
 
 
 def compare(runs: Sequence[RecordedRun]) -> Comparison:
@@ -113,27 +121,24 @@ def _end(history: History, name: str) -> float | None:
     return float(last.mean()) if len(last) else float(known.values[-1])
 
 
-# A comparison of runs as one HTML page: curves with bands, final values, and the settings in which the runs differ.
-#
-# Its pictures are SVG in the page, drawn here: it has no program, and shows the same to everyone.
+# A comparison of runs as a picture, and as one HTML page with pictures, final values and the settings that differ.
 
 
-_WIDTH, _HEIGHT = 380, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 10, 22  # margins, for the numbers beside the axes
-_NUM_COLOURS = 8  # of the style sheet
+def draw_comparison(compared: Comparison, path: Path) -> None:
+    """Write a PNG of every chart that these runs fill."""
+    draw_charts([(chart.title, compared.bands(name)) for chart, name in compared.charts()], path)
 
 
 def comparison_page(compared: Comparison) -> str:
     """Write the page."""
-    lines = compared.lines
-    charts = list(charts_of([history for line in lines for history in line.histories]))
+    lines, charts = compared.lines, compared.charts()
     title = "Comparison of " + ", ".join(run.name for line in lines for run in line.runs)
     markup = "\n".join(
         [
             f"<h1>{_text(title)}</h1>",
             _legend(lines),
             '<div class="charts">',
-            *(_figure(chart.title, name, [line.band(name) for line in lines]) for chart, name in charts),
+            *(_figure(chart.title, name, compared.bands(name)) for chart, name in charts),
             "</div>",
             "<h2>Final values</h2>",
             f"<p>Means over the last {FINAL_STEPS} steps, and over runs, with the standard deviation between runs.</p>",
@@ -150,7 +155,7 @@ def comparison_page(compared: Comparison) -> str:
 
 def _legend(lines: tuple[Line, ...]) -> str:
     entries = [
-        f'<li class="{_colour(place)}"><span class="swatch"></span>{_text(line.label)} '
+        f'<li class="l{place % len(RUN_COLORS)}"><span class="swatch"></span>{_text(line.label)} '
         f"<small>{_text(_members(line))}</small></li>"
         for place, line in enumerate(lines)
     ]
@@ -189,70 +194,12 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> str:
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _figure(title: str, name: str, bands: list[Band]) -> str:
-    shown = "".join(_chart(bands))
+def _figure(title: str, name: str, bands: Bands) -> str:
+    picture = base64.b64encode(chart_as_svg(bands)).decode()
     return (
         f"<figure><figcaption>{_text(title)}<code>{_text(name)}</code></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)} by step">{shown}</svg></figure>'
+        f'<img src="data:image/svg+xml;base64,{picture}" alt="{_text(title)} by step"></figure>'
     )
-
-
-def _chart(bands: list[Band]) -> Iterator[str]:
-    if not any(len(one.steps) for one in bands):
-        yield f'<text x="{_WIDTH / 2}" y="{_HEIGHT / 2}" text-anchor="middle">no step in common</text>'
-        return
-    xs = _Axis(np.concatenate([one.steps for one in bands]))
-    ys = _Axis(np.concatenate([*(one.lows for one in bands), *(one.highs for one in bands)]), from_zero=True)
-
-    def x(step: float) -> float:
-        return round(_LEFT + xs.place(step) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def y(value: float) -> float:
-        return round(_HEIGHT - _BOTTOM - ys.place(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    for value in ys.ticks:
-        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
-        yield f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>'
-    for value in xs.ticks:
-        yield f'<text x="{x(value)}" y="{_HEIGHT - 6}" text-anchor="middle">{value:g}</text>'
-    for place, one in enumerate(bands):
-        there = [*zip(one.steps, one.highs, strict=True)]
-        back = [*zip(one.steps, one.lows, strict=True)][::-1]
-        middle = [*zip(one.steps, one.means, strict=True)]
-        if not np.array_equal(one.lows, one.highs):
-            outline = " ".join(f"{x(step)},{y(value)}" for step, value in there + back)
-            yield f'<polygon class="band {_colour(place)}" points="{outline}"/>'
-        points = " ".join(f"{x(step)},{y(value)}" for step, value in middle)
-        yield f'<polyline class="curve {_colour(place)}" points="{points}"/>'
-        if len(middle) == 1:
-            yield f'<circle class="dot {_colour(place)}" cx="{x(middle[0][0])}" cy="{y(middle[0][1])}" r="3"/>'
-
-
-class _Axis:
-    """An axis that holds some values, with round numbers on it."""
-
-    def __init__(self, values: np.ndarray, *, from_zero: bool = False) -> None:
-        low, high = float(values.min()), float(values.max())
-        if from_zero and low >= 0:
-            low = 0.0
-        self._low, self._high = low, high if high > low else low + (abs(low) or 1.0)
-        step = _round_step((self._high - self._low) / 5)
-        first, last = math.ceil(self._low / step - 1e-9), math.floor(self._high / step + 1e-9)
-        self.ticks = [round(number * step, 12) for number in range(first, last + 1)]
-
-    def place(self, value: float) -> float:
-        """0 at the axis's beginning and 1 at its end."""
-        return (value - self._low) / (self._high - self._low)
-
-
-def _round_step(size: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is not below the size."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * (1 - 1e-9))
-
-
-def _colour(place: int) -> str:
-    return f"l{place % _NUM_COLOURS}"
 
 
 def _text(text: str) -> str:

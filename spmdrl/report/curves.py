@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from spmdrl.report.comparison import Comparison
 from spmdrl.report.console import phase_times
 from spmdrl.report.files import Row
-from spmdrl.report.series import History, Series, charts_of, smoothed
+from spmdrl.report.series import Band, History, Series, charts_of, smoothed
 
 Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
+Bands = Sequence[tuple[str, Band]]  # lines of a chart, by their labels
 
 INK, FAINT_INK, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN_COLORS = ("#2563eb", "#e0672b", "#0d9467", "#b5379f", "#8a6d00", "#52606d")
@@ -86,25 +87,36 @@ def figure_of(runs: Runs) -> Figure:
     return figure
 
 
-def draw_comparison(compared: Comparison, path: Path) -> None:
-    """Write a PNG of every chart that these runs fill: each line the mean of its runs, in a band from their lowest to
-    their highest."""
-    charts = list(charts_of([history for line in compared.lines for history in line.histories]))
+def draw_charts(charts: Sequence[tuple[str, Bands]], path: Path) -> None:
+    """Write a PNG of charts by their titles: each line the mean of its runs, in a band from their lowest to their
+    highest."""
     columns = min(4, len(charts))
     rows = -(-len(charts) // columns)
     with rc_context(STYLE):
         figure = Figure(figsize=(3.6 * columns, 2.5 * rows + 0.5), dpi=150, layout=_layout(), facecolor="white")
-        for place, (chart, name) in enumerate(charts, start=1):
-            axes = figure.add_subplot(rows, columns, place)
-            for line, color in zip(compared.lines, _colors(compared.lines), strict=True):
-                band = line.band(name)
-                marker = "o" if len(band.steps) == 1 else None
-                axes.plot(band.steps, band.means, color=color, linewidth=1.8, marker=marker, label=line.label)
-                axes.fill_between(band.steps, band.lows, band.highs, color=color, alpha=0.18, linewidth=0.0)
-            _finish(axes, title=chart.title)
+        for place, (title, bands) in enumerate(charts, start=1):
+            _draw_bands(figure.add_subplot(rows, columns, place), bands, title=title)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
         figure.savefig(path)
+
+
+def chart_as_svg(bands: Bands) -> bytes:
+    """A chart without a title, to be read on light and on dark pages."""
+    out = io.BytesIO()
+    with rc_context(STYLE | {"grid.color": FAINT_INK, "grid.alpha": 0.25, "svg.hashsalt": "spmdrl"}):
+        figure = Figure(figsize=(3.8, 1.9), layout=_layout())
+        _draw_bands(figure.add_subplot(), bands)
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return out.getvalue()
+
+
+def _draw_bands(axes: Axes, bands: Bands, *, title: str | None = None) -> None:
+    for (label, band), color in zip(bands, _colors(bands), strict=True):
+        marker = "o" if len(band.steps) == 1 else None
+        axes.plot(band.steps, band.means, color=color, linewidth=1.8, marker=marker, label=label)
+        axes.fill_between(band.steps, band.lows, band.highs, color=color, alpha=0.18, linewidth=0.0)
+    _finish(axes, title=title, empty="no step in common")
 
 
 def _layout() -> ConstrainedLayoutEngine:
@@ -172,7 +184,7 @@ def _draw_line(axes: Axes, drawn: Series, *, color: str, width: float, label: st
     axes.plot(drawn.steps, smoothed(drawn.values), color=color, linewidth=width, marker=marker, label=label)
 
 
-def _finish(axes: Axes, *, title: str | None = None) -> None:
+def _finish(axes: Axes, *, title: str | None = None, empty: str = "not measured") -> None:
     """Set the title, the ticks, and a vertical axis from 0 unless there are negative values."""
     if title:
         axes.set_title(title, loc="left", fontsize=9.5)
@@ -184,7 +196,7 @@ def _finish(axes: Axes, *, title: str | None = None) -> None:
         axes.set_ylim(0.0, 1.08 * high or 1.0)
     if not is_drawn:
         axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=FAINT_INK)
+        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", va="center", color=FAINT_INK)
 
 
 def _colors(lines: Sized) -> list[str]:

@@ -104,7 +104,7 @@ _DIGITS = 6  # of a log-probability in nats, after the point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class ShownEpisode:
     """A rollout to show."""
 
     rollout: Rollout
@@ -137,7 +137,7 @@ class _Vocabulary:
 
 
 def episodes_page(
-    episodes: Iterable[Episode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
+    episodes: Iterable[ShownEpisode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
 ) -> str:
     """Write the page. `shows_mismatch` is False when the run kept no log-probabilities of the trainer."""
     vocabulary = _Vocabulary(tokenizer)
@@ -170,7 +170,7 @@ def _question(prompt: Prompt) -> str:
     return prompt.question or prompt.text
 
 
-def _rollout(episode: Episode, vocabulary: _Vocabulary) -> dict[str, Any]:
+def _rollout(episode: ShownEpisode, vocabulary: _Vocabulary) -> dict[str, Any]:
     rollout, outcome = episode.rollout, episode.outcome
     trajectories = zip(rollout.trajectories, episode.mismatch, strict=True)
     # A later trajectory begins with the conversation so far.

@@ -413,7 +413,7 @@ RULES = (
         name="a phase has become slow",
         look=without(slower_phase, lambda run: grown("rollout/response_tokens", 1.5)(run) is not None),
         why="nothing that the run does has grown as much: another program, a full disk or a slow host may be behind it",
-        remedy="see which rank is last with tools.ps, and what else its host does",
+        remedy="see which rank is last with spmdrl ps, and what else its host does",
         page="faults.md#looking-at-a-run",
     ),
     Rule(

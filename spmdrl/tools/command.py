@@ -1,11 +1,11 @@
-"""The command `spmdrl`: one name for each program of the package; `python -m spmdrl.tools.X` stays the same program."""
+"""The command `spmdrl`: one name for each program of the package."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmdrl import __version__
@@ -13,11 +13,12 @@ from spmdrl.faults.text import bears_lost_output, say
 
 
 class Program(NamedTuple):
-    """A module with a `main(argv)` that returns an exit code, and the arguments that come before the user's."""
+    """A function of `argv` that returns an exit code, and the arguments that come before the user's."""
 
     about: str
     module: str
     before: tuple[str, ...] = ()
+    function: str = "main"
 
 
 PROGRAMS = {
@@ -27,11 +28,11 @@ PROGRAMS = {
     "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("spmdrl.sft",)),
     "plan": Program("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
     "doctor": Program("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
-    "watch": Program("show a run as it is now, on a terminal", "spmdrl.tools.watch"),
-    "compare": Program("show the curves of several runs on one page", "spmdrl.tools.compare"),
-    "ps": Program("show where the ranks of a run are", "spmdrl.tools.ps"),
-    "plot": Program("draw the curves of runs", "spmdrl.tools.plot"),
-    "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.episodes"),
+    "watch": Program("show a run as it is now, on a terminal", "spmdrl.tools.runs", function="watch"),
+    "compare": Program("show the curves of several runs on one page", "spmdrl.tools.runs", function="compare"),
+    "ps": Program("show where the ranks of a run are", "spmdrl.tools.runs", function="ps"),
+    "plot": Program("draw the curves of runs", "spmdrl.tools.runs", function="plot"),
+    "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
     "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     program = PROGRAMS[name]
     sys.argv[0] = f"spmdrl {name}"  # as usage lines name the program
-    return importlib.import_module(program.module).main([*program.before, *others]) or 0
+    main_of: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(program.module), program.function)
+    return main_of([*program.before, *others]) or 0
 
 
 def _usage() -> Iterator[str]:

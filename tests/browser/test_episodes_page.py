@@ -1,4 +1,4 @@
-"""The page of tools.episodes in a real browser: what it shows, and that nothing written by a policy runs in it.
+"""The page of spmdrl episodes in a real browser: what it shows, and that nothing written by a policy runs in it.
 
 `make test-browser` names the browser.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmdrl.tools import episodes
+from spmdrl.tools import runs
 from spmdrl.types import Rollout
 from tests.helpers.browser import Browser
 from tests.helpers.rollouts import MISMATCH_NATS, byte_tokenizer, recorded_episodes, write_recording
@@ -29,7 +29,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A browser that shows the page; each test chooses its episode."""
     folder = tmp_path_factory.mktemp("episodes")
     run = write_recording(folder, recorded_episodes(byte_tokenizer()), byte_tokenizer())
-    assert episodes.main([str(run.path), "--step", "7"]) == 0
+    assert runs.episodes([str(run.path), "--step", "7"]) == 0
     assert CHROMIUM is not None
     with Browser(CHROMIUM, folder / "profile") as browser:
         browser.open(run.episodes(7))

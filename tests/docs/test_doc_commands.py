@@ -107,6 +107,8 @@ def run_page(page: Path, folder: Path, chosen: Sequence[Block]) -> None:
 def run(command: str) -> tuple[int, str]:
     """Run a command line here; return its exit code and what it printed."""
     words = shlex.split(command)
+    if words[0] == "spmdrl":
+        words = ["python", "-m", "spmdrl.tools.command", *words[1:]]
     if words[:2] == ["python", "-m"] and not set(command) & set("|<>;&$*"):
         (code,) = run_ranks(1, in_this_process, words[2], words[3:], timeout_s=LIMIT_S)  # without seconds of imports
         return code, Path("printed").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.rollout.files import read_parts
-from spmdrl.tools import episodes, replay
+from spmdrl.tools import replay, runs
 from spmdrl.train import main
 from spmdrl.types import Rollout
 from tests.helpers import painter
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_picture_ends_an_episode_and_not_the_run(whole: Path) 
 
 
 def test_pages_name_pictures(whole: Path) -> None:
-    code, words = told(episodes.main, str(whole), "--step", "1")
+    code, words = told(runs.episodes, str(whole), "--step", "1")
     assert code == 0, words
     (page,) = whole.rglob("*.html")
     rollouts = rollouts_of(whole, 1).values()

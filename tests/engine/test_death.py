@@ -16,7 +16,7 @@ import pytest
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error
-from spmdrl.tools import ps
+from spmdrl.tools import runs
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.helpers.engine_ranks import START_LIMIT_S
 from tests.helpers.small_run import start_torchrun, write_config
@@ -148,7 +148,7 @@ def test_a_killed_scheduler_ends_the_job_with_the_cause(
 ) -> None:
     with job(tmp_path, model, num_steps=1000) as run:
         run.wait_for_step(1)
-        assert ps.main([str(run.run), "dump"]) == 0
+        assert runs.ps([str(run.run), "dump"]) == 0
         for rank, stacks in enumerate(capsys.readouterr().out.split("== rank ")[1:]):
             assert stacks.startswith(str(rank)) and "in run_from_command_line" in stacks
             assert "scheduler.py" in stacks, "those of its engine too"

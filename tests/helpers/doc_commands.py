@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spmdrl.tools.command import PROGRAMS
+
 NEEDS = ("GPU", "SLURM", "docker", "network")
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:"
@@ -111,6 +113,8 @@ def programs(command: str) -> set[str]:
     found |= {
         words[place + 1] for place, word in enumerate(words) if word == "-m" and words[place + 1] != "http.server"
     }
+    if words[0] == "spmdrl" and PROGRAMS[words[1]].function != "main":
+        found.add(f"runs.{words[1]}")
     if words[0] == "make":
         found.add(f"make {next(word for word in words[1:] if '=' not in word)}")
     return found

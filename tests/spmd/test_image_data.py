@@ -13,7 +13,7 @@ import pytest
 
 from spmdrl import sft, train
 from spmdrl.rollout.files import read_parts, recorded_steps
-from spmdrl.tools import episodes, replay
+from spmdrl.tools import replay, runs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import rows, without_curves, write_config, write_sft_config
 from tests.helpers.vision import TOKENS, photo, save_vision_files
@@ -102,7 +102,7 @@ def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
 
 
 def test_a_page_of_episodes_names_each_image(folder: Path) -> None:
-    code, words = told(episodes.main, str(folder / "run"), "--step", "1")
+    code, words = told(runs.episodes, str(folder / "run"), "--step", "1")
     assert code == 0, words
     (page,) = (folder / "run").rglob("*.html")
     rollouts = [rollout for part in read_parts(folder / "run/rollouts", 1) for rollout, _ in part.outcomes]

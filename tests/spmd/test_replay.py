@@ -16,7 +16,7 @@ from spmdrl import train
 from spmdrl.replay.fingerprints import StepFingerprint, difference
 from spmdrl.replay.recorder import read_fingerprints, read_trainer_logprobs
 from spmdrl.rollout.files import as_collected, folder_of, read_part, read_parts, recorded_steps, write_part
-from spmdrl.tools import episodes, replay
+from spmdrl.tools import replay, runs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import without_curves, write_small_run
 
@@ -123,7 +123,7 @@ def test_the_mismatch_that_is_kept_for_each_token_is_the_one_reported(folder: Pa
     sizes = torch.cat(mismatch).abs()
     assert row["mismatch/max_abs_nats"] == float(sizes.max()) > 0
     assert row["mismatch/mean_abs_nats"] == pytest.approx(float(sizes.mean()), rel=1e-5)
-    assert episodes.main([str(folder / name), "--step", "1"]) == 0
+    assert runs.episodes([str(folder / name), "--step", "1"]) == 0
 
 
 def test_a_step_in_which_training_diverged_does_so_again(folder: Path) -> None:

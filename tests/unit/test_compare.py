@@ -1,4 +1,4 @@
-"""tools.compare: seeds make a band, settings make lines, and final values are those of the rows."""
+"""spmdrl compare: seeds make a band, settings make lines, and final values are those of the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdrl.report.comparison import FINAL_STEPS, compare
 from spmdrl.report.files import read_rows
 from spmdrl.report.run_folder import RecordedRun, read_run
 from spmdrl.report.series import GROUPS, Series, band, smoothed
-from spmdrl.tools import compare as tool
+from spmdrl.tools import runs
 from tests.helpers.recorded import SEEDS, SLOW
 
 HOSTILE = "</svg><script>alert(1)</script>\u202e"
@@ -89,15 +89,14 @@ class Text(HTMLParser):
         self.tags.append(tag)
 
 
-def test_the_page_has_a_curve_for_each_line_in_each_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_a_picture_of_each_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "compare.html"
-    assert tool.main([*map(str, (*SEEDS, SLOW)), "--output", str(out)]) == 0
+    assert runs.compare([*map(str, (*SEEDS, SLOW)), "--output", str(out)]) == 0
     assert str(out) in capsys.readouterr().out
     page = Text(out.read_text())
-    charts = page.tags.count("svg")
-    assert charts >= 12 and page.tags.count("polyline") == 2 * charts
+    assert page.tags.count("img") == page.tags.count("figure") >= 12
     assert "demo-1 (seed 1), demo-2 (seed 2)" in page.texts and "optim.lr" in page.texts
-    assert "script" not in page.tags and not {"link", "img"} & set(page.tags)
+    assert "script" not in page.tags and "link" not in page.tags
 
 
 def test_names_and_values_of_others_are_texts(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_names_and_values_of_others_are_texts(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0}\n')
     (run / "config.toml").write_text(f"[run]\nname = 'x'\n[data]\nsystem_prompt = {json.dumps(HOSTILE)}\n")
     out = tmp_path / "compare.html"
-    assert tool.main([str(run), str(SLOW), "--output", str(out)]) == 0
+    assert runs.compare([str(run), str(SLOW), "--output", str(out)]) == 0
     page = Text(out.read_text())
     assert "script" not in page.tags
     assert any("</script>" in text for text in page.texts) and "\u202e" not in out.read_text()
@@ -114,12 +113,12 @@ def test_names_and_values_of_others_are_texts(tmp_path: Path) -> None:
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     out = tmp_path / "compare.png"
-    assert tool.main([*map(str, (*SEEDS, SLOW)), "--output", str(out)]) == 0
+    assert runs.compare([*map(str, (*SEEDS, SLOW)), "--output", str(out)]) == 0
     assert out.read_bytes()[:4] == b"\x89PNG" and out.stat().st_size > 50_000
 
 
 @pytest.mark.parametrize(
-    ("runs", "output", "sentence"),
+    ("folders", "output", "sentence"),
     [
         (["nothing"], "c.html", "is not the folder of a run"),
         (["empty"], "c.html", "has no finished step to show"),
@@ -127,12 +126,12 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_said_in_a_sentence(
-    runs: list[str], output: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: list[str], output: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/metrics.jsonl").touch()
-    paths = [run if run.startswith("/") else str(tmp_path / run) for run in runs]
-    assert tool.main([*paths, "--output", str(tmp_path / output)]) == 2
+    paths = [run if run.startswith("/") else str(tmp_path / run) for run in folders]
+    assert runs.compare([*paths, "--output", str(tmp_path / output)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("cannot compare: ") and sentence in told and told.count("\n") == 1
 

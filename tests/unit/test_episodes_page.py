@@ -22,7 +22,7 @@ from spmdrl.report import RunFolder
 from spmdrl.report.episodes import TokenTexts, writers_of_context
 from spmdrl.rollout.files import folder_of
 from spmdrl.step.batch import lay_end_to_end
-from spmdrl.tools import episodes
+from spmdrl.tools import runs
 from spmdrl.types import PADDING_INDEX, MicroBatch, Rollout, Sequence, UserError
 from tests.helpers.rollouts import (
     HOSTILE,
@@ -79,7 +79,7 @@ def rollouts() -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def page(run: RunFolder) -> Page:
-    assert episodes.main([str(run.path), "--step", "7"]) == 0
+    assert runs.episodes([str(run.path), "--step", "7"]) == 0
     return Page(run.episodes(7).read_text(encoding="utf-8"))
 
 
@@ -159,7 +159,7 @@ def test_it_asks_for_nothing_and_runs_one_program_only(page: Page) -> None:
 
 def test_one_prompt_into_a_file_of_ones_own(run: RunFolder, tmp_path: Path) -> None:
     arguments = [str(run.path), "--step", "7", "--prompt", "5", "--output", str(tmp_path / "five.html")]
-    assert episodes.main(arguments) == 0
+    assert runs.episodes(arguments) == 0
     assert [group["prompt_id"] for group in Page((tmp_path / "five.html").read_text()).data["groups"]] == [5]
 
 
@@ -171,7 +171,7 @@ def test_rollouts_without_an_environment_and_without_a_finished_step(tmp_path: P
     outcomes = [(one_turn(prompt, response, sample_index=i, is_baseline=i == 1), outcome) for i in range(2)]
     run = write_recording(tmp_path, outcomes, TOKENIZER)
     (folder_of(run.rollouts, 7) / "trainer-0.safetensors").unlink()
-    assert episodes.main([str(run.path), "--step", "7"]) == 0
+    assert runs.episodes([str(run.path), "--step", "7"]) == 0
     page = Page(run.episodes(7).read_text())
     assert not page.data["shows_mismatch"]
     assert [rollout["is_baseline"] for rollout in shown(page)] == [False, True]
@@ -192,7 +192,7 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(
             "cannot be written (No such file or directory); name a file in a folder that is there: --output",
         ),
     ):
-        assert episodes.main(arguments) == 2
+        assert runs.episodes(arguments) == 2
         assert words in capsys.readouterr().err
 
 

@@ -45,7 +45,7 @@ from spmdrl.faults.verdict import (
     write_requeue,
 )
 from spmdrl.faults.watch import StopRequest, StopRequests, Watch, watch_over
-from spmdrl.tools import ps
+from spmdrl.tools import runs
 from spmdrl.types import UserError
 
 
@@ -280,7 +280,7 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         while [(one.step, one.phase) for one in read_statuses(files)] != [(3, "rollout")]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert ps.main([str(files.folder)]) == 0
+        assert runs.ps([str(files.folder)]) == 0
         header, row = capsys.readouterr().out.splitlines()
         assert header.split() == ["rank", "host", "pid", "step", "phase", "for", "state"]
         assert row.split() == ["0", own_host(), str(os.getpid()), "3", "rollout", "0:00", "running"]
@@ -290,19 +290,19 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
             files.status_of(1), {**(read_json(files.status_of(0)) or {}), "rank": 1, "host": hostile, "phase": hostile}
         )
         for arguments in ([], ["dump"]):
-            assert ps.main([str(files.folder), *arguments]) == 0
+            assert runs.ps([str(files.folder), *arguments]) == 0
             said = capsys.readouterr().out
             assert said.replace("\n", "").isprintable() and "\\x1b[2J" in said and "\nstep 99" not in said
         replace_json(files.status_of(1), {"rank": 1, "host": hostile, "step": 3})
         files.status_of(2).write_bytes(b"\xff")
         for arguments in ([], ["dump"]):
-            assert ps.main([str(files.folder), *arguments]) == 0
+            assert runs.ps([str(files.folder), *arguments]) == 0
             said = capsys.readouterr().out
             assert "ranks/rank-1.json is damaged, so nobody knows where its rank is; it says: host \\x1b[2J" in said
             assert "step 3\nranks/rank-2.json is damaged, so nobody knows where its rank is\n" in said
         for rank in (1, 2):
             files.status_of(rank).unlink()
-        assert ps.main([str(files.folder), "dump"]) == 0
+        assert runs.ps([str(files.folder), "dump"]) == 0
         assert "in test_a_watch_shows_where_the_rank_is_and_writes_its_stacks" in capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGUSR1)
         while watch.stop_request() is None:

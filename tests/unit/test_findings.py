@@ -139,7 +139,7 @@ def test_remedies_name_settings_metrics_files_and_pages_that_are_there(rule: Rul
         "mismatch.stop",
         "samples.jsonl",
         "worst_tokens.jsonl",
-        "tools.ps",
+        "spmdrl ps",
     }
     named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", rule.remedy))
     assert named <= known

@@ -38,7 +38,7 @@ from spmdrl.report.memory import restart_host_peak
 from spmdrl.report.report import resource_metrics
 from spmdrl.report.samples import sample_rows
 from spmdrl.report.series import GROUPS, smoothed
-from spmdrl.tools import plot
+from spmdrl.tools import runs
 from spmdrl.types import RewardedRollout, Rollout, UserError
 from tests.helpers.rollouts import (
     END,
@@ -428,14 +428,14 @@ def test_plot_draws_several_runs_over_each_other(
     for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(text)
-        plot.main([str(tmp_path / name)])
+        runs.plot([str(tmp_path / name)])
         png_size(tmp_path / name / "curves.png")
     out = tmp_path / "all.png"
-    plot.main([str(whole.path), *(str(tmp_path / name) for name in texts), "--out", str(out)])
+    runs.plot([str(whole.path), *(str(tmp_path / name) for name in texts), "--out", str(out)])
     assert png_size(out) == png_size(whole.curves)
     assert str(out) in capsys.readouterr().out
 
-    assert plot.main([str(tmp_path)]) == 2
+    assert runs.plot([str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
 
 

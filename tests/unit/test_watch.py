@@ -1,4 +1,4 @@
-"""tools.watch: what a terminal shows of a run that begins, goes on, falls silent, fails, ends and is resumed."""
+"""spmdrl watch: what a terminal shows of a run that begins, goes on, falls silent, fails, ends and is resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import ErrorReport, claim
 from spmdrl.report.files import read_rows
 from spmdrl.report.watching import SILENT_S, Snapshot, Watcher, watch_page
-from spmdrl.tools import watch
+from spmdrl.tools import runs
 from tests.helpers.recorded import as_if_running, beat
 from tests.helpers.terminal import Terminal
 
@@ -40,7 +40,7 @@ def add_row(run: Path, row: object) -> None:
 
 
 def test_a_terminal_shows_the_run_as_it_goes_on_and_is_given_back(run: Path) -> None:
-    with Terminal("spmdrl.tools.watch", [str(run), "--every", "0.1"]) as terminal:
+    with Terminal("spmdrl.tools.command", ["watch", str(run), "--every", "0.1"]) as terminal:
         page = terminal.wait_for(lambda text: "step 60/120" in text and "samples of step 60" in text)
         for words in ("running", "reward", "0.475", "entropy, nats", "▸ update", "rank 1  node-0  step 61, update"):
             assert words in page
@@ -166,10 +166,10 @@ def test_many_ranks_are_counted_and_those_that_stand_out_are_shown(run: Path) ->
 
 
 def test_without_a_terminal_it_prints_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch.main([str(run)]) == 0
+    assert runs.watch([str(run)]) == 0
     assert "step 60/120" in capsys.readouterr().out
-    assert watch.main([str(tmp_path / "nothing"), "--once"]) == 2
+    assert runs.watch([str(tmp_path / "nothing"), "--once"]) == 2
     assert "holds no run; name a run's folder" in capsys.readouterr().err
     with pytest.raises(SystemExit) as refused:
-        watch.main([str(run), "--every", "0"])
+        runs.watch([str(run), "--every", "0"])
     assert refused.value.code == 2
