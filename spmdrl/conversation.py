@@ -5,9 +5,10 @@ Environment processes import this module, so it imports nothing beyond Python.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 Message = dict[str, Any]  # of a chat, as transformers' chat templates take it: "role", "content", perhaps "tool_calls"
 
@@ -43,6 +44,21 @@ def is_conversation(prompt: str | list[dict[str, Any]]) -> TypeGuard[list[Messag
     return not isinstance(prompt, str) and "role" in prompt[0]
 
 
+class _InBase64:
+    """Marks bytes that JSON holds in base64. Pydantic asks for this; a process without it never does."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(
+            lambda value: base64.b64decode(value) if isinstance(value, str) else value,
+            core_schema.bytes_schema(),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda value: base64.b64encode(value).decode(), when_used="json"
+            ),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call that the policy wrote."""
@@ -75,7 +91,7 @@ class Observation:
     state: str | None = None  # names the state, for step groups; None: the messages and their images do
     # Files of the images in the messages, in order. In an environment's process parts of messages hold the images
     # themselves; on their way to the rank places are left of them.
-    images: tuple[bytes, ...] = ()
+    images: tuple[Annotated[bytes, _InBase64()], ...] = ()
     # What follows is for agents, which say with each call what the conversation is.
     branch: tuple[int, int] | None = None  # the messages follow this trajectory's first so many turns; None: the last
     tools: tuple[dict[str, Any], ...] | None = None  # schemas of what can be called from now on; None: as for everyone

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,8 +107,7 @@ class Request:
     cache_on_finish: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Neighbouring tokens of a response that the same weights sampled."""
 
     version: int  # the step after which those weights were sent to the engine

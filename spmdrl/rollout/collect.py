@@ -17,7 +17,7 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.group import PromptGroup, images_from_json
+from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
 from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Rollout, UserError
@@ -139,7 +139,7 @@ class Collector:
         It has JSON's types and is the same on every rank; every rank must call this.
         """
         progress = self._after[step]
-        groups = gather_objects(self._place.mesh, [group.as_json() for group in progress.carried])
+        groups = gather_objects(self._place.mesh, [SAVED_GROUP.dump(group.saved()) for group in progress.carried])
         carried = sorted((group for part in groups for group in part), key=lambda group: group["prompt_id"])
         return {"cursor": progress.cursor, "sampling": self._shared_settings(), "carried": carried}
 
@@ -173,27 +173,26 @@ class Collector:
             )
         # Every rank restores all of them, so that all raise the same error.
         with as_written(f"collector.json of step {step}", "a run"):
-            everyones = [self._restored(group, step) for group in groups]
+            everyones = [self._restored(SAVED_GROUP.load(group), step) for group in groups]
         mine = everyones[self._place.index :: self._place.count] if self._place.engine.leads else []
         self._after = {step: _Progress(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
 
-    def _restored(self, saved: Mapping[str, Any], step: int) -> PromptGroup:
-        (prompt,) = self._source.prompts.take(saved["prompt_id"], 1)
-        same_images = prompt.images == images_from_json(saved["prompt_images"])
-        if list(prompt.token_ids) != saved["prompt_ids"] or not same_images:
+    def _restored(self, saved: SavedGroup, step: int) -> PromptGroup:
+        (prompt,) = self._source.prompts.take(saved.prompt_id, 1)
+        if (prompt.token_ids, prompt.images) != (saved.prompt_ids, saved.prompt_images):
             raise UserError(
                 f"the checkpoint of step {step} holds an unfinished group of prompt {prompt.prompt_id}, but the data "
                 "now has another prompt there; set [data] and run.seed back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        if (len(saved["seeds"]) > self._source.sampling.group_size) != self._rules.with_baseline:
+        if (len(saved.seeds) > self._source.sampling.group_size) != self._rules.with_baseline:
             have, wants = ("without", "one") if self._rules.with_baseline else ("with", "none")
             raise UserError(
                 f"the checkpoint of step {step} holds unfinished prompt groups {have} a greedy response, but "
                 f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        return PromptGroup.from_json(saved, prompt, self._source.sampling, self._source.world)
+        return PromptGroup.restored(saved, prompt, self._source.sampling, self._source.world)
 
     def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""

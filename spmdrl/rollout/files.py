@@ -28,20 +28,14 @@ from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.model.weight_files import write_tensors
 from spmdrl.rewards.client import Rewarded, known_reward
+from spmdrl.rollout.codec import ACTIONS, IMAGES, OBSERVATIONS, PROMPTS
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.group import (
-    action_as_json,
-    action_from_json,
-    images_as_json,
-    images_from_json,
-    observation_as_json,
-    observation_from_json,
-)
 from spmdrl.rollout.sampler import Sampler
-from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Span, Trajectory, Turn, UserError
+from spmdrl.types import Response, RewardOutcome, Rollout, Span, Trajectory, Turn, UserError
 
 _PREFIX = "step-"
 _WRITER = "debug.save_rollouts"
+_WORDS_OF_PROMPTS = {"text", "answer", "task", "messages", "images"}
 _FORM = "3"  # of the files; 1 had one response for each rollout, 2 no images
 
 
@@ -219,19 +213,16 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
         "texts": as_bytes(
             {
                 "prompts": [
-                    {
-                        **{name: getattr(prompt, name) for name in ("text", "answer", "task", "messages")},
-                        "images": images_as_json(prompt.images),
-                    }
-                    for prompt in prompts.values()
+                    {name: value for name, value in prompt.items() if name in _WORDS_OF_PROMPTS}
+                    for prompt in PROMPTS.dump(list(prompts.values()))
                 ],
-                "turn_images": [images_as_json(turn.images) for turn in turns],
+                "turn_images": [IMAGES.dump(turn.images) for turn in turns],
                 "ends": [rollout.end for rollout in rollouts],
                 "environment_failures": [rollout.failure for rollout in rollouts],
-                "greetings": [observation_as_json(rollout.greeting) for rollout in rollouts],
+                "greetings": OBSERVATIONS.dump([rollout.greeting for rollout in rollouts]),
                 "finish_reasons": [response.finish_reason for response in responses],
-                "actions": [action_as_json(turn.action) for turn in turns],
-                "observations": [observation_as_json(turn.observation) for turn in turns],
+                "actions": ACTIONS.dump([turn.action for turn in turns]),
+                "observations": OBSERVATIONS.dump([turn.observation for turn in turns]),
                 "parts": [outcome.parts for outcome in outcomes],
                 "failures": [outcome.failure for outcome in outcomes],
             }
@@ -242,31 +233,25 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
 def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
     columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "texts"}
-    prompts = {
-        prompt_id: Prompt(
-            prompt_id=prompt_id,
-            token_ids=tuple(token_ids),
-            metadata={},
-            **{**words, "messages": tuple(words["messages"]), "images": images_from_json(words["images"])},
-        )
-        for prompt_id, token_ids, words in zip(
-            columns["prompt_id"],
-            _cut(columns["prompt_token_ids"], columns["prompt_tokens"]),
-            texts["prompts"],
-            strict=True,
-        )
-    }
+    numbers = zip(columns["prompt_id"], _cut(columns["prompt_token_ids"], columns["prompt_tokens"]), strict=True)
+    prompts = PROMPTS.load(
+        [
+            {**words, "prompt_id": prompt_id, "token_ids": token_ids, "metadata": {}}
+            for (prompt_id, token_ids), words in zip(numbers, texts["prompts"], strict=True)
+        ]
+    )
+    prompt_by_id = {prompt.prompt_id: prompt for prompt in prompts}
     trajectories = [
         Trajectory(turns=tuple(turns)) for turns in _cut(list(_turns(columns, texts)), columns["num_turns"])
     ]
     rollouts = [
         Rollout(
-            prompt=prompts[prompt_id],
+            prompt=prompt_by_id[prompt_id],
             sample_index=sample_index,
             seed=seed,
             trajectories=tuple(of_rollout),
             end=end,
-            greeting=observation_from_json(greeting),
+            greeting=greeting,
             failure=failure,
             is_masked=bool(is_masked),
             is_baseline=bool(is_baseline),
@@ -274,7 +259,9 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
         for prompt_id, sample_index, seed, is_masked, is_baseline, of_rollout, end, greeting, failure in zip(
             *(columns[name] for name in ("prompt_of", "sample_index", "seed", "is_masked", "is_baseline")),
             _cut(trajectories, columns["num_trajectories"]),
-            *(texts[name] for name in ("ends", "greetings", "environment_failures")),
+            texts["ends"],
+            OBSERVATIONS.load(texts["greetings"]),
+            texts["environment_failures"],
             strict=True,
         )
     ]
@@ -291,7 +278,10 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
         _cut(columns["token_ids"], columns["response_tokens"]),
         _cut(columns["logprobs"], columns["response_tokens"]),
         _cut(columns["spans"], columns["num_spans"]),
-        *(texts[name] for name in ("finish_reasons", "actions", "observations", "turn_images")),
+        texts["finish_reasons"],
+        ACTIONS.load(texts["actions"]),
+        OBSERVATIONS.load(texts["observations"]),
+        map(IMAGES.load, texts["turn_images"]),
         strict=True,
     ):
         response = Response(
@@ -303,9 +293,9 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
         yield Turn(
             context_ids=tuple(context_ids),
             response=response,
-            action=action_from_json(action),
-            observation=observation_from_json(observation),
-            images=images_from_json(images),
+            action=action,
+            observation=observation,
+            images=images,
         )
 
 

@@ -1,107 +1,49 @@
-"""A prompt group while it is being sampled and rewarded, and its form in a checkpoint."""
+"""A prompt group while it is being sampled and rewarded, and its state in a checkpoint."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from spmdrl.algo.seeds import rollout_seed
-from spmdrl.conversation import Action, Observation, ToolCall
+from spmdrl.conversation import Observation
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import ImageSpan, Prompt, Response, RewardOutcome, Span, Turn
-
-# Episodes in a checkpoint: their form in JSON's types.
+from spmdrl.types import EpisodeEnd, ImageSpan, Prompt, Response, RewardOutcome, Turn
 
 
-def response_as_json(response: Response) -> dict[str, Any]:
-    """Convert a response to JSON's types."""
-    return {
-        "token_ids": list(response.token_ids),
-        "logprobs": list(response.logprobs),
-        "finish_reason": response.finish_reason,
-        "spans": [[span.version, span.num_tokens] for span in response.spans],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedEpisode:
+    """An episode in a checkpoint, as far as it is sampled."""
+
+    trajectories: tuple[tuple[Turn, ...], ...]
+    context_ids: tuple[int, ...] | None
+    context_images: tuple[ImageSpan, ...]
+    response: Response
+    greeting: Observation | None
+    end: EpisodeEnd
+    failure: str | None
 
 
-def response_from_json(saved: Mapping[str, Any]) -> Response:
-    """Restore a response."""
-    return Response(
-        token_ids=tuple(saved["token_ids"]),
-        logprobs=tuple(saved["logprobs"]),
-        finish_reason=saved["finish_reason"],
-        spans=tuple(Span(*span) for span in saved["spans"]),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A prompt group in a checkpoint; the prompt itself comes from the stream again, and must be the same."""
+
+    prompt_id: int
+    prompt_ids: tuple[int, ...]
+    prompt_images: tuple[ImageSpan, ...]
+    opened_in: int  # step
+    seeds: tuple[int, ...]  # of the episodes
+    episodes: tuple[SavedEpisode, ...]
+    outcomes: dict[int, RewardOutcome]  # by sample_index
 
 
-def turn_as_json(turn: Turn) -> dict[str, Any]:
-    """Convert a turn to JSON's types."""
-    return {
-        "context_ids": list(turn.context_ids),
-        "response": response_as_json(turn.response),
-        "action": action_as_json(turn.action),
-        "observation": observation_as_json(turn.observation),
-        "images": images_as_json(turn.images),
-    }
-
-
-def turn_from_json(saved: Mapping[str, Any]) -> Turn:
-    """Restore a turn."""
-    return Turn(
-        context_ids=tuple(saved["context_ids"]),
-        response=response_from_json(saved["response"]),
-        action=action_from_json(saved["action"]),
-        observation=observation_from_json(saved["observation"]),
-        images=images_from_json(saved["images"]),
-    )
-
-
-def images_as_json(images: Iterable[ImageSpan]) -> list[dict[str, Any]]:
-    """Convert images to JSON's types."""
-    return [dataclasses.asdict(image) for image in images]
-
-
-def images_from_json(saved: Iterable[Mapping[str, Any]]) -> tuple[ImageSpan, ...]:
-    """Restore images."""
-    return tuple(ImageSpan(**{**image, "grid": tuple(image["grid"])}) for image in saved)
-
-
-def action_as_json(action: Action | None) -> dict[str, Any] | None:
-    """Convert an action to JSON's types."""
-    return None if action is None else dataclasses.asdict(action)
-
-
-def action_from_json(saved: Mapping[str, Any] | None) -> Action | None:
-    """Restore an action."""
-    if saved is None:
-        return None
-    return Action(**{**saved, "tool_calls": tuple(ToolCall(**call) for call in saved["tool_calls"])})
-
-
-def observation_as_json(observation: Observation | None) -> dict[str, Any] | None:
-    """Convert an observation to JSON's types."""
-    if observation is None:
-        return None
-    return {
-        **{field.name: getattr(observation, field.name) for field in dataclasses.fields(observation)},
-        "messages": [dict(message) for message in observation.messages],
-        "images": [base64.b64encode(image).decode() for image in observation.images],
-        "metrics": dict(observation.metrics),
-    }
-
-
-def observation_from_json(saved: Mapping[str, Any] | None) -> Observation | None:
-    """Restore an observation."""
-    if saved is None:
-        return None
-    lists = {name: tuple(saved[name]) for name in ("messages", "branch", "tools") if saved[name] is not None}
-    images = tuple(map(base64.b64decode, saved.get("images", ())))  # which earlier versions did not have
-    return Observation(**{**saved, **lists, "images": images})
+_SAVED = [one.name for one in dataclasses.fields(SavedEpisode)]  # fields of an `Episode` too
+SAVED_GROUP = Codec[SavedGroup](SavedGroup)
 
 
 @dataclass(slots=True, eq=False)
@@ -198,40 +140,39 @@ class PromptGroup:
         """List the rollouts of a finished group with their rewards to come, in order; the greedy one is the last."""
         return [self.pending[index] for index in range(len(self.episodes))]
 
-    def as_json(self) -> dict[str, Any]:
-        """Convert the group to JSON's types; waits for the rewards that are being computed."""
-        return {
-            "prompt_id": self.prompt.prompt_id,
-            "prompt_ids": list(self.prompt.token_ids),
-            "prompt_images": images_as_json(self.prompt.images),
-            "opened_in": self.opened_in,
-            "seeds": [episode.seed for episode in self.episodes],
-            "episodes": [_episode_as_json(episode) for episode in self.episodes],
-            "outcomes": {
-                str(index): dataclasses.asdict(future.result()) for index, (_, future) in sorted(self.pending.items())
-            },
-        }
+    def saved(self) -> SavedGroup:
+        """Return the group's state for a checkpoint; waits for the rewards that are being computed."""
+        return SavedGroup(
+            prompt_id=self.prompt.prompt_id,
+            prompt_ids=self.prompt.token_ids,
+            prompt_images=self.prompt.images,
+            opened_in=self.opened_in,
+            seeds=tuple(episode.seed for episode in self.episodes),
+            episodes=tuple(
+                SavedEpisode(**{name: getattr(episode, name) for name in _SAVED}) for episode in self.episodes
+            ),
+            outcomes={index: future.result() for index, (_, future) in sorted(self.pending.items())},
+        )
 
     @classmethod
-    def from_json(
-        cls, saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling, world: EnvContext | None
-    ) -> PromptGroup:
-        """Restore a saved group; the prompt itself comes from the stream again."""
-        episodes = _episodes(prompt, sampling, world, saved["seeds"])
-        for episode, state in zip(episodes, saved["episodes"], strict=True):
-            _restore(episode, state)
-        group = cls(prompt, sampling.group_size, saved["opened_in"], episodes)
-        for index, outcome in saved["outcomes"].items():
+    def restored(cls, saved: SavedGroup, prompt: Prompt, sampling: Sampling, world: EnvContext | None) -> PromptGroup:
+        """Restore a saved group."""
+        episodes = _episodes(prompt, sampling, world, saved.seeds)
+        for episode, state in zip(episodes, saved.episodes, strict=True):
+            for name in _SAVED:
+                setattr(episode, name, getattr(state, name))
+        group = cls(prompt, sampling.group_size, saved.opened_in, episodes)
+        for index, outcome in saved.outcomes.items():
             future: Future[RewardOutcome] = Future()
-            future.set_result(RewardOutcome(**outcome))
-            group.pending[int(index)] = (episodes[int(index)].rollout(), future)
+            future.set_result(outcome)
+            group.pending[index] = (episodes[index].rollout(), future)
         return group
 
     def _reward(self, index: int) -> float:
         return self.pending[index][1].result().reward
 
 
-def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seeds: list[int]) -> list[Episode]:
+def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seeds: Sequence[int]) -> list[Episode]:
     """Make the episodes of a group, by sample_index; what is beyond the group's size is greedy."""
     return [
         Episode(
@@ -244,24 +185,3 @@ def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seed
         )
         for index, seed in enumerate(seeds)
     ]
-
-
-def _episode_as_json(episode: Episode) -> dict[str, Any]:
-    return {
-        "trajectories": [[turn_as_json(turn) for turn in turns] for turns in episode.trajectories],
-        "context_ids": None if episode.context_ids is None else list(episode.context_ids),
-        "context_images": images_as_json(episode.context_images),
-        "response": response_as_json(episode.response),
-        "greeting": observation_as_json(episode.greeting),
-        "end": episode.end,
-        "failure": episode.failure,
-    }
-
-
-def _restore(episode: Episode, saved: Mapping[str, Any]) -> None:
-    episode.trajectories = tuple(tuple(map(turn_from_json, turns)) for turns in saved["trajectories"])
-    episode.context_ids = None if saved["context_ids"] is None else tuple(saved["context_ids"])
-    episode.context_images = images_from_json(saved["context_images"])
-    episode.response = response_from_json(saved["response"])
-    episode.greeting = observation_from_json(saved["greeting"])
-    episode.end, episode.failure = saved["end"], saved["failure"]

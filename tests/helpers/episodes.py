@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from spmdrl.conversation import Observation
+from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.types import Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Span, Trajectory, Turn
 from tests.helpers.models import VOCABULARY
 
@@ -61,3 +63,8 @@ def _turn(rng: random.Random, *, is_first: bool) -> Turn:
         ),
         observation=Observation(reward=rng.choice([0.0, 0.5, -0.25]), state=str(rng.randrange(STATES))),
     )
+
+
+def reloaded(group: PromptGroup) -> SavedGroup:
+    """The group's state, written to JSON and read again."""
+    return SAVED_GROUP.load(json.loads(json.dumps(SAVED_GROUP.dump(group.saved()))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from spmdrl.types import Prompt, Rollout
 from tests.helpers.agents import agent_config, script
 from tests.helpers.chat_templates import family_tokenizer, stops_of
 from tests.helpers.environments import FakeEnvironments
+from tests.helpers.episodes import reloaded
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.models import save_qwen3
 
@@ -212,7 +212,7 @@ def test_an_agent_s_episode_that_was_saved_goes_on_as_if_it_had_not_been(tmp_pat
         with open_environments(cfg) as client:
             world = world_of(cfg, client)
             groups = [
-                PromptGroup.from_json(json.loads(json.dumps(group.as_json())), prompt, sampling(), world)
+                PromptGroup.restored(reloaded(group), prompt, sampling(), world)
                 for group, prompt in zip(groups, prompts(), strict=True)
             ]
             episodes = [episode for group in groups for episode in group.unfinished]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import Scheduler, sample
 from spmdrl.types import Prompt, Request, Response, Rollout
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
+from tests.helpers.episodes import reloaded
 from tests.helpers.fake_engine import FakeEngine
 
 SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=300, stop_token_ids=frozenset())
@@ -221,7 +221,7 @@ def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been(
         rounds += 1
         world = world_of(delay_s=lambda seed: 0.002 * (seed % 3))
         groups = [
-            PromptGroup.from_json(json.loads(json.dumps(group.as_json())), prompt, SAMPLING, world)
+            PromptGroup.restored(reloaded(group), prompt, SAMPLING, world)
             for group, prompt in zip(groups, PROMPTS, strict=True)
         ]
         engine = stopping(max_running=5, abort_after=7)

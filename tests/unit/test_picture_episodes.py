@@ -35,6 +35,7 @@ from spmdrl.rollout.scheduler import Scheduler, sample
 from spmdrl.types import Prompt, RewardOutcome, Rollout, Trajectory, Turn, UserError
 from spmdrl.types import Sequence as Tokens
 from tests.helpers.environments import FakeEnvironments
+from tests.helpers.episodes import reloaded
 from tests.helpers.vision import TOKENS, as_file, photo, save_vision_files
 from tests.helpers.vision_models import (
     IMAGE,
@@ -270,7 +271,7 @@ def test_episodes_that_are_interrupted_and_saved_go_on_in_processes_without_thei
                 pixels = stage.images.store.get(image.digest)
                 assert pixels is not None and now.images.store.put(pixels, image.grid) == image.digest
         groups = [
-            PromptGroup.from_json(json.loads(json.dumps(group.as_json())), prompt, SAMPLING, world)
+            PromptGroup.restored(reloaded(group), prompt, SAMPLING, world)
             for group, prompt in zip(groups, prompts, strict=True)
         ]
         episodes = [episode for group in groups for episode in group.unfinished]
