@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, Field
 
@@ -127,7 +129,8 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """Read a checkpoint's manifest. Raises BrokenManifest."""
         try:
-            content = parse_own_json((checkpoint / MANIFEST).read_bytes())
+            with _open(checkpoint / MANIFEST) as file:
+                content = parse_own_json(file.read())
             digest = content.pop("sha256")
         except FileNotFoundError as error:
             raise BrokenManifest(f"{MANIFEST} is missing") from error
@@ -197,10 +200,19 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _open(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint. Raises OSError, at once for a pipe, which would be waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is a pipe or a device")
+
+
 def _problem(path: Path, expected: Digest, *, max_bytes: int) -> str | None:
     """Compare a file with its digest; one of more than `max_bytes` is not hashed."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes < expected.num_bytes:
                 return f"is truncated: it has {num_bytes} of {expected.num_bytes} bytes"

@@ -131,8 +131,8 @@ class PairsConfig(Section):
     sequences_per_step: Count
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
-    """Longest response; a longer one is an error that names the row. With `turns = "all"`, all that follows the
-    prompt."""
+    """Longest response; a longer one is an error that names the row, in the step that reads it. With `turns = "all"`,
+    all that follows the prompt."""
     turns: Literal["last", "all"] = "last"
     """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
     has no `response_column`: the last, or all. What is said between them is read and not trained."""

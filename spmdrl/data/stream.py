@@ -131,6 +131,7 @@ class Pair:
     """A prompt and what is to be imitated: the response to it, and perhaps more of the conversation."""
 
     prompt: Prompt
+    where: str  # for messages: "train.jsonl line 12"
     exchanges: tuple[Exchange, ...]  # the first has no messages
     images: tuple[ImageSpan, ...] = ()  # of the exchanges, in order; the first placeholder of each is token 0
 
@@ -248,7 +249,7 @@ def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> Pair:
         )
     with in_row(row.where):
         images = encoder.spans(row.later_images)
-    return Pair(prompt, (Exchange((), row.response), *row.later), images)
+    return Pair(prompt, row.where, (Exchange((), row.response), *row.later), images)
 
 
 def _last_said(row: Row) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import BaseModel
 import spmdrl
 from spmdrl.config import read_table
 from spmdrl.config.strict import read_json, shown
+from spmdrl.faults.supervise import saved_steps
 from spmdrl.faults.text import in_ranges, one_line
 from spmdrl.report.files import Row, missing_steps, read_rows, read_scalars
 from spmdrl.types import UserError
@@ -199,10 +200,22 @@ class RunFolder:
         """Yield a sentence for each file of rows that a run cannot go on with: the first line in it that is damaged."""
         for file in (self.path / name for name in _ROWS):
             try:
-                read_scalars(file) if file == self.metrics else read_rows(file)
+                if file == self.metrics:
+                    yield from self._lost_checkpoints(read_scalars(file))
+                else:
+                    read_rows(file)
             except UserError as error:
                 remedy = "remove that line to go on"
                 yield str(error) if remedy in str(error) else f"{error}; mend the file, or move it away, to go on"
+
+    def _lost_checkpoints(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield a sentence where a checkpoint was written and none is left: starting at step 0 would drop all rows."""
+        written = [row["step"] for row in rows if "checkpoint/write_s" in row]
+        if written and not saved_steps(self.checkpoints):
+            yield (
+                f"{shown(self.metrics)} says that a checkpoint was written by step {written[-1]}, but "
+                f"{shown(self.checkpoints)} holds none; restore it, or set run.name to a new name to start at step 0"
+            )
 
     def gap(self, step: int) -> str | None:
         """Return a clause where finished steps up to `step` have no row in metrics.jsonl. Raises UserError."""

@@ -59,8 +59,8 @@ class PairEncoder:
             trained += [False] * len(read) + [True] * len(response)
         if (num_tokens := len(token_ids) - len(prompt.token_ids)) > self._max_tokens:
             raise UserError(
-                f"sft.max_response_tokens = {self._max_tokens}, but the response to prompt {prompt.prompt_id} "
-                f"({prompt.text[:60]!r}) has {num_tokens} tokens; set it to {num_tokens} or more"
+                f"{pair.where}: what follows the prompt ({prompt.text[:60]!r}) has {num_tokens} tokens, more than "
+                f"sft.max_response_tokens = {self._max_tokens}; set it to {num_tokens} or more, or remove the row"
             )
         return TrainingSequence(
             index=index,

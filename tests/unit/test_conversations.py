@@ -101,7 +101,8 @@ def encoded(messages: list[dict[str, Any]], tmp_path: Path, *, turns: Any, max_t
         metadata={},
     )
     assert one.response is not None
-    sequence = PairEncoder(cfg, inputs)(Pair(prompt, (Exchange((), one.response), *one.later)), 3)  # type: ignore[arg-type]
+    pair = Pair(prompt, one.where, (Exchange((), one.response), *one.later))
+    sequence = PairEncoder(cfg, inputs)(pair, 3)  # type: ignore[arg-type]
     trained = [token for token, on in zip(sequence.token_ids, sequence.loss_mask, strict=True) if on]
     return tokenizer.decode(list(sequence.token_ids)), tokenizer.decode(trained)
 
@@ -113,5 +114,5 @@ def test_the_tokens_of_all_turns_are_those_of_the_whole_conversation(tmp_path: P
 
 
 def test_what_follows_the_prompt_has_a_limit(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"sft\.max_response_tokens = 3, but the response to .* has \d+ tokens"):
+    with pytest.raises(UserError, match=r"line 1: what follows .* has \d+ tokens, more than sft\.max_response_tokens"):
         encoded(TALK, tmp_path, turns="all", max_tokens=3)

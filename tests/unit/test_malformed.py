@@ -104,6 +104,10 @@ def instead_of_file(name: str) -> Change:
     return change
 
 
+def pipe_instead_of_file(name: str) -> Change:
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
 def nothing(folder: Path) -> None:
     pass
 
@@ -199,9 +203,7 @@ TOML = {
     "two settings in an override": Case(
         nothing, "optim.lr on the command line is followed by other settings", ("optim.lr=1.0\n[run]\nseed=3",)
     ),
-    "a pipe": Case(
-        lambda folder: ((folder / "c.toml").unlink(), os.mkfifo(folder / "c.toml")), "it is a pipe or a device"
-    ),
+    "a pipe": Case(pipe_instead_of_file("c.toml"), "it is a pipe or a device"),
     "a width without end": Case(
         replaced(
             'kind = "jsonl"', 'kind = "reasoning_gym", task = "chain_sum", prompt_template = "{question:>99999999999}"'
@@ -235,6 +237,10 @@ FOLDERS = {
     "text for a number": Case(
         inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')),
         "metrics.jsonl is of another form: 0.loss",
+    ),
+    "rows of a run whose checkpoints are gone": Case(
+        inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 3, "checkpoint/write_s": 0.1}\n')),
+        "a checkpoint was written by step 3, but",
     ),
     "a sample that is not JSON": Case(
         inside_run(lambda run: (run / "samples.jsonl").write_bytes(b'{"step": 1}\r\n\0\0\n')),
@@ -300,9 +306,7 @@ DATA = {
         row('{"prompt": ' + "[" * 99999), "rows.jsonl line 2 is not valid JSON: it has more than"
     ),
     "a key twice": Case(row('{"prompt": "a", "prompt": "b", "answer": "1"}'), 'has the key "prompt" twice'),
-    "a pipe": Case(
-        lambda folder: ((folder / "rows.jsonl").unlink(), os.mkfifo(folder / "rows.jsonl")), "it is a pipe or a device"
-    ),
+    "a pipe": Case(pipe_instead_of_file("rows.jsonl"), "it is a pipe or a device"),
     "nested 200 deep": Case(
         row('{"prompt": "a", "answer": "1", "x": ' + "[" * 200 + "]" * 200 + "}"), "it has more than 100"
     ),
@@ -619,6 +623,14 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "a manifest that is not UTF-8": (written(f"{NEWEST}/{MANIFEST}", b"\xff"), NOT_WRITTEN),
     "a list for a manifest": (written(f"{NEWEST}/{MANIFEST}", "[]"), NOT_WRITTEN),
     "a manifest nested without end": (written(f"{NEWEST}/{MANIFEST}", "[" * 99999), NOT_WRITTEN),
+    "a pipe for a manifest": (
+        pipe_instead_of_file(f"{NEWEST}/{MANIFEST}"),
+        "manifest.json cannot be read (it is a pipe or a device)",
+    ),
+    "a pipe for a file": (
+        pipe_instead_of_file(f"{NEWEST}/{TENSORS}"),
+        "__0_0.distcp cannot be read (it is a pipe or a device)",
+    ),
     "a manifest cut off": (as_bytes(lambda held: held[:-9], f"{NEWEST}/{MANIFEST}"), NOT_WRITTEN),
     "a manifest that was edited": (
         as_bytes(lambda held: held.replace(b'"step": 2', b'"step": 3'), f"{NEWEST}/{MANIFEST}"),
