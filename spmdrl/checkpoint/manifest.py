@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from spmdrl.config.strict import Form, Malformed, conform, parse_own_json, shown
+from spmdrl.faults.files import open_ordinary
 from spmdrl.faults.supervise import newest_step as newest_step
 from spmdrl.faults.supervise import saved_steps as saved_steps
 from spmdrl.faults.supervise import step_of as step_of
@@ -129,7 +128,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """Read a checkpoint's manifest. Raises BrokenManifest."""
         try:
-            with _open(checkpoint / MANIFEST) as file:
+            with open_ordinary(checkpoint / MANIFEST) as file:
                 content = parse_own_json(file.read())
             digest = content.pop("sha256")
         except FileNotFoundError as error:
@@ -200,19 +199,10 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint. Raises OSError, at once for a pipe, which would be waited for."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError(errno.EINVAL, "it is a pipe or a device")
-
-
 def _problem(path: Path, expected: Digest, *, max_bytes: int) -> str | None:
     """Compare a file with its digest; one of more than `max_bytes` is not hashed."""
     try:
-        with _open(path) as file:
+        with open_ordinary(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes < expected.num_bytes:
                 return f"is truncated: it has {num_bytes} of {expected.num_bytes} bytes"

@@ -10,8 +10,11 @@ logs/rank-N.log     the log of each rank: steps, secondary errors, stacks
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,17 +78,27 @@ class FaultFiles:
     def last_lines(self, rank: int) -> list[str]:
         """Read the last lines of a rank's log."""
         try:
-            with self.log_of(rank).open("rb") as log:
+            with open_ordinary(self.log_of(rank)) as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_BYTES))
                 return log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
         except OSError:
             return []
 
 
+def open_ordinary(path: Path) -> io.BufferedReader:
+    """Open an ordinary file to read its bytes. Raises OSError, at once for a pipe, which would be waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115  returned
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is a pipe or a device")
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read the object in a file; None when the file is missing or incomplete."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_ordinary(path) as file:
+            content = json.loads(file.read().decode())
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

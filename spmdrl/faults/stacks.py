@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from spmdrl.faults.files import open_ordinary
 from spmdrl.faults.text import in_ranges
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -57,7 +58,7 @@ def ask_descendants(pid: int) -> int:
 def text_after(path: Path, start: int) -> str:
     """Read the text after the first `start` bytes of a file."""
     try:
-        with path.open("rb") as file:
+        with open_ordinary(path) as file:
             file.seek(start)
             return file.read().decode(errors="replace")
     except OSError:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import any_rank, gather_objects
 from spmdrl.dist.session import World, shared_store
 from spmdrl.faults.failure import OomKills, failure_in, report_failure
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, open_ordinary
 from spmdrl.faults.rank_status import BEAT_S, Heartbeat
 from spmdrl.faults.stacks import DUMP_SIGNAL, STACKS_TO
 from spmdrl.faults.text import one_line
@@ -309,7 +309,8 @@ class Watch:
         stop = self._heartbeat.files.stop
         if stop.exists():
             try:
-                reason = one_line(stop.read_text(encoding="utf-8", errors="backslashreplace").strip())
+                with open_ordinary(stop) as file:
+                    reason = one_line(file.read().decode(errors="backslashreplace").strip())
             except OSError:
                 reason = ""
             self._stop_requests.add(StopRequest(reason or str(stop)))

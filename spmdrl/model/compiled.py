@@ -177,7 +177,10 @@ def _load_checked(path: Path) -> ctypes.CDLL:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load a library; its threads are torch's, because the loader finds torch's OpenMP, which has the same name."""
+    """Load a library; its threads are torch's, because the loader finds torch's OpenMP, which has the same name.
+
+    Where a build of torch brings OpenMP under another name, there are two pools of threads: slower, and not wrong.
+    """
     return ctypes.CDLL(str(path))
 
 

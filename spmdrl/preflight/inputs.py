@@ -327,7 +327,7 @@ def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
     folder = RunFolder(Path(cfg.run.dir, cfg.run.name))
     problems = [*folder.problems()]
     if not problems and os.environ.get("RANK", "0") == "0":  # the rank that will write them; they may be long
-        problems = [*folder.row_problems()]
+        problems = [*folder.content_problems()]
     yield from problems
     yield from _refusals(refuse_overwriting, cfg.model.path, folder.hf)
 

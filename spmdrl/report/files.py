@@ -6,6 +6,7 @@ JSON cannot represent nan or infinity: a number that is not finite is written as
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from spmdrl.config.base import INT32_MAX
 from spmdrl.config.strict import Malformed, about, conform, parse_own_json, read_bytes, shown
+from spmdrl.faults.files import open_ordinary
 from spmdrl.types import UserError
 
 Row = dict[str, Any]
@@ -35,6 +37,9 @@ def read_scalars(path: Path) -> list[Row]:
     """Read the rows of metrics.jsonl: scalars by name, None where one was not finite. Raises UserError."""
     rows = read_rows(path)
     with about(path):
+        for row, following in itertools.pairwise(rows):
+            if row["step"] == following["step"]:
+                raise Malformed(f"has two rows of step {row['step']}")
         return conform(rows, list[dict[str, _Integer | float | None]])
 
 
@@ -42,7 +47,7 @@ def last_rows(path: Path, count: int) -> list[Row]:
     """Read the last rows of a file that may be long and may still be growing; lines that are not whole are passed
     over, and a file that cannot be read has none."""
     try:
-        with path.open("rb") as file:
+        with open_ordinary(path) as file:
             begin = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
             file.seek(begin)
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
@@ -67,7 +72,7 @@ def missing_steps(rows: Sequence[Row], step: int) -> list[int]:
 def is_torn(path: Path) -> bool:
     """True when the last line of a file is incomplete: it is being written, or whoever wrote it was killed."""
     try:
-        with path.open("rb") as file:
+        with open_ordinary(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
             return file.read() not in (b"", b"\n")
     except OSError:
@@ -141,6 +146,8 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
             row = parse_own_json(line)
             if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= INT32_MAX:
                 raise Malformed("is no object with a step")
+            if rows and row["step"] < rows[-1][0]["step"]:
+                raise Malformed(f"is of step {row['step']}, after one of step {rows[-1][0]['step']}")
         except Malformed as error:
             raise UserError(f"{shown(path)}: line {number} {error}; remove that line to go on") from error
         rows.append((row, end))

@@ -38,6 +38,7 @@ _FILES = (
     "curves.png",
     "requeue",
 )
+_NUMBERED = ("launches/*.json", "ranks/rank-*.json", "logs/rank-*.log")
 _FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches")
 
 
@@ -185,7 +186,8 @@ class RunFolder:
         if (problem := _no_room_for(self.path)) is not None:
             yield f"the run folder {name} cannot be created ({problem}); set run.dir to a writable directory"
             return
-        for file in (*(self.path / name for name in _FILES), *self.path.glob("launches/*.json")):
+        numbered = (file for kind in _NUMBERED for file in self.path.glob(kind))
+        for file in (*(self.path / name for name in _FILES), *numbered):
             if file.is_symlink():
                 yield f"{shown(file)} is a link, and the run would overwrite what it leads to; remove the link"
             elif file.exists() and not file.is_file():
@@ -196,8 +198,12 @@ class RunFolder:
             if os.path.lexists(folder) and not folder.is_dir():
                 yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
 
-    def row_problems(self) -> Iterator[str]:
-        """Yield a sentence for each file of rows that a run cannot go on with: the first line in it that is damaged."""
+    def content_problems(self) -> Iterator[str]:
+        """Yield a sentence for each file that a run cannot go on with; of rows, the first line that is damaged."""
+        try:
+            self.read_machine()
+        except UserError as error:
+            yield str(error)
         for file in (self.path / name for name in _ROWS):
             try:
                 if file == self.metrics:

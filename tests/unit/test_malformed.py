@@ -238,6 +238,18 @@ FOLDERS = {
         inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')),
         "metrics.jsonl is of another form: 0.loss",
     ),
+    "rows out of order": Case(
+        inside_run(lambda run: (run / "samples.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 1}\n')),
+        "samples.jsonl: line 3 is of step 1, after one of step 2; remove that line",
+    ),
+    "two rows of a step": Case(
+        inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')),
+        "metrics.jsonl has two rows of step 1; mend the file, or move it away",
+    ),
+    "a machine that is cut off": Case(
+        inside_run(lambda run: (run / "machine.json").write_text('{"linear_kernels"')),
+        "machine.json is not valid JSON",
+    ),
     "rows of a run whose checkpoints are gone": Case(
         inside_run(lambda run: (run / "metrics.jsonl").write_text('{"step": 3, "checkpoint/write_s": 0.1}\n')),
         "a checkpoint was written by step 3, but",
@@ -249,6 +261,10 @@ FOLDERS = {
     "a pipe for a launch": Case(
         inside_run(lambda run: ((run / "launches").mkdir(), os.mkfifo(run / "launches/1.json"))),
         "launches/1.json is no ordinary file",
+    ),
+    "a pipe for a log": Case(
+        inside_run(lambda run: ((run / "logs").mkdir(), os.mkfifo(run / "logs/rank-0.log"))),
+        "logs/rank-0.log is no ordinary file",
     ),
     "a directory for a file of the user's": Case(
         inside_run(lambda run: (run / "stop").mkdir()), "stop is a directory, and a file there stops the run; remove it"
