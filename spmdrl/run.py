@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
 from spmdrl.config.plan import Plan
-from spmdrl.data.stream import HeldOutPrompts, Pair, PromptStream
+from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair
 from spmdrl.data.vision import ImageIntake
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes, build_meshes
@@ -57,7 +57,7 @@ class Inputs:
     prompts: PromptStream
     images: ImageIntake  # what becomes of images; its store has their pixels on this node
     held_out: HeldOutPrompts  # of all ranks
-    held_out_pairs: list[Pair]  # of all ranks; none but in fine-tuning that evaluates
+    held_out_pairs: list[TrainingPair]  # of all ranks; none but in fine-tuning that evaluates
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
     phases: list[PhaseMemory]  # what each phase is predicted to hold

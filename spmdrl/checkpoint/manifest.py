@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from spmdrl.config.strict import Form, Malformed, conform, parse_own_json, shown
+from spmdrl.config.strict import FileModel, Malformed, conform, parse_own_json, shown
 from spmdrl.faults.files import open_ordinary
 from spmdrl.faults.supervise import newest_step as newest_step
 from spmdrl.faults.supervise import saved_steps as saved_steps
@@ -49,7 +49,7 @@ def rename(checkpoint: Path, word: str) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; if this is interrupted, nothing is left that looks complete."""
+    """Delete a checkpoint; if this is interrupted, nothing is left that passes for complete."""
     delete(rename(checkpoint, REMOVED))
 
 
@@ -88,12 +88,12 @@ class Digest:
     sha256: str
 
 
-class _Digest(Form):
+class _Digest(FileModel):
     num_bytes: int = Field(ge=0)
     sha256: str
 
 
-class _Content(Form):
+class _Content(FileModel):
     step: int = Field(ge=0)
     num_ranks: int = Field(ge=1)
     configuration: dict[str, Any]
@@ -225,17 +225,17 @@ def superseded(metric: Mapping[int, float | None], *, keep_last: int, keep_every
     """Return the steps whose checkpoints can be deleted, oldest first.
 
     `metric` maps the step of every checkpoint to its value of the metric `checkpoint.keep_best`, None where that was
-    not measured. Kept are the last `keep_last`, every `keep_every`-th step except step 0 (0: none), and the one with
-    the highest value, the first of equal ones.
+    not measured. Retained are the last `keep_last`, every `keep_every`-th step except step 0 (0: none), and the one
+    with the highest value, the first of equal ones.
     """
     steps = sorted(metric)
-    kept = set(steps[-keep_last:])
+    retained = set(steps[-keep_last:])
     if keep_every:
-        kept |= {step for step in steps if step and step % keep_every == 0}
+        retained |= {step for step in steps if step and step % keep_every == 0}
     measured = {step: value for step in steps if (value := metric[step]) is not None}
     if measured:
-        kept.add(max(measured, key=lambda step: (measured[step], -step)))
-    return [step for step in steps if step not in kept]
+        retained.add(max(measured, key=lambda step: (measured[step], -step)))
+    return [step for step in steps if step not in retained]
 
 
 # Changes of the configuration since a checkpoint was saved, and which of them are harmless.

@@ -28,7 +28,7 @@ from spmdrl.checkpoint.storage import (
 )
 from spmdrl.checkpoint.write import kind_of_optimizer
 from spmdrl.config import OptimConfig
-from spmdrl.config.strict import Form, as_written, read_json
+from spmdrl.config.strict import FileModel, as_written, read_json
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.faults.failure import is_secondary
 from spmdrl.learn.learner import Learner
@@ -142,14 +142,14 @@ def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, s
             )
 
 
-class _LossScale(Form):
+class _LossScale(FileModel):
     scale: float = Field(gt=0.0, allow_inf_nan=False)
     dynamic: bool
     growth_interval: int
     good_updates: int
 
 
-class _Adapters(Form):
+class _Adapters(FileModel):
     """An `Identity`."""
 
     base: str
@@ -160,7 +160,7 @@ class _Adapters(Form):
     init: str = "default"
 
 
-class _Learner(Form):
+class _Learner(FileModel):
     optimizer: str
     has_state: bool
     loss_scale: _LossScale
@@ -168,7 +168,7 @@ class _Learner(Form):
     adapters: _Adapters | None = None
 
 
-class _State(Form):
+class _State(FileModel):
     learners: dict[str, _Learner]
 
 
@@ -180,8 +180,8 @@ def refuse_other_adapters(checkpoint: Path, name: str, adapters: Adapters | None
     if before == now:
         return
     if before is None or now is None:
-        held, trained, change = ("no adapters", "some", "remove") if before is None else ("adapters", "none", "add")
-        problem = f"{held}, and this run trains {trained}; {change} [lora], or start a new run from an exported model"
+        had, trained, change = ("no adapters", "some", "remove") if before is None else ("adapters", "none", "add")
+        problem = f"{had}, and this run trains {trained}; {change} [lora], or start a new run from an exported model"
     elif before.base != now.base:
         problem = (
             "adapters of another base: the weights in model.path are not those that they were trained on; set "
@@ -215,7 +215,7 @@ def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
     return dict(read_json(path, _Collector, max_bytes=sys.maxsize)) if path.exists() else None
 
 
-class _Collector(Form):
+class _Collector(FileModel):
     cursor: int = Field(ge=0)
     sampling: dict[str, Any]
     carried: list[dict[str, Any]]

@@ -289,7 +289,7 @@ def _non_tensor_state(learners: Mapping[str, Learner]) -> dict[str, Any]:
                 "has_state": bool(learner.optimizer.state),
                 "loss_scale": dataclasses.asdict(learner.loss_scale),
                 "coefficients": dict(learner.coefficients),
-                "adapters": None if (held := learner.model.adapters) is None else dataclasses.asdict(held.identity),
+                "adapters": None if (lora := learner.model.adapters) is None else dataclasses.asdict(lora.identity),
             }
             for name, learner in learners.items()
         }

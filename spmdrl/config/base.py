@@ -18,7 +18,7 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 LARGEST = 1e12  # of a factor: float32 has to hold what it multiplies, and sums of it
 Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]  # below, SGLang samples greedily; beyond, evenly
 INT32_MAX = 2**31 - 1  # of anything that is counted: torch and the system count with 32 bits
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, NonNegativeInt, PathText, Positive, Section, Weight, rule
+from spmdrl.config.base import Coefficient, Count, NonNegativeInt, PathText, Positive, Section, rule
 
 
 def _on_one_line(name: str) -> str:
@@ -122,7 +122,7 @@ class EvalConfig(HeldOutConfig):
     """Nucleus sampling, for evaluation only: training samples come from the whole distribution."""
     max_response_tokens: Count | None = None
     """Longest response. Unset: `rollout.max_response_tokens`."""
-    success_at: Weight | None = None
+    success_at: Coefficient | None = None
     """The reward from which a response counts as right in `eval/accuracy`. Unset: full marks, which is a reward of 1
     from every term with a positive weight."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from spmdrl.config.base import (
+    Coefficient,
     Count,
     NonNegative,
     NonNegativeInt,
@@ -15,7 +16,6 @@ from spmdrl.config.base import (
     SandboxConfig,
     Seconds,
     Section,
-    Weight,
     is_set,
     rule,
 )
@@ -24,21 +24,21 @@ from spmdrl.config.base import (
 class ExactReward(Section):
     kind: Literal["exact"]
     """1 when the response, stripped of white space, is the reference answer."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 
 class MathReward(Section):
     kind: Literal["math"]
     """1 when math-verify finds the response's final answer equal to the reference answer."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 
 class ReasoningGymReward(Section):
     kind: Literal["reasoning_gym"]
     """The task's own scorer, 0 to 1, of the last `<answer>` tag or else of the stripped response."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 
@@ -48,14 +48,14 @@ class FunctionReward(Section):
     `turns` of an episode if it has such a parameter."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 
 class EnvironmentReward(Section):
     kind: Literal["environment"]
     """The sum of the rewards that `[environment]` gives for each turn."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 
@@ -69,7 +69,7 @@ class CodeReward(Section):
     """The share of tests that pass, or 1 when all of them do."""
     tests_timeout_s: Seconds = 5.0
     """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
-    weight: Weight = 1.0
+    weight: Coefficient = 1.0
     """Factor of this term in the reward."""
 
 

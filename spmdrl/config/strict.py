@@ -1,4 +1,4 @@
-"""Files that a run reads, whoever wrote them: ordinary, of a bounded size, in strict UTF-8 and JSON, of known types.
+"""Files that a run reads, from any writer: ordinary, of a bounded size, in strict UTF-8 and JSON, of known types.
 
 What is not so is one sentence that names the file and the place in it.
 """
@@ -28,7 +28,7 @@ class Malformed(ValueError):
     """Content that is not what it must be; the message is a clause that follows the name of its place."""
 
 
-class Form(BaseModel):
+class FileModel(BaseModel):
     """The form of an object in a file: its keys with their types, none missing, none unknown, none converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

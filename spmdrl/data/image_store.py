@@ -108,7 +108,7 @@ class ImageStore:
 
     @contextlib.contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        """Hold the lock of this node's processes and threads, which each use opens anew."""
+        """Hold the lock of this node's processes and threads, which each use opens again."""
         descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, kind)

@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 MAX_ROW_BYTES = 64 * 2**20  # of a line of jsonl
 _BATCH_ROWS = 256
-_KEPT_BYTES = 256 * 2**20  # of the rows of a parquet file that are kept, as Arrow counts them
+_CACHED_BYTES = 256 * 2**20  # of the cached rows of a parquet file, as Arrow counts them
 _BUFFER_BYTES = 2**20  # for each column of a parquet file that is being read
 _ROWS_AHEAD = 16_384  # at most, that one pass over a row group looks for
 
@@ -93,7 +93,7 @@ class JsonLines:
 
 
 class _Part:
-    """Rows of one row group that are kept, in batches of Arrow's."""
+    """Cached rows of one row group, in batches of Arrow's."""
 
     def __init__(self, numbers: Sequence[int], batches: Sequence[Any]) -> None:
         """`numbers` are those of the rows in their row group, rising."""
@@ -102,7 +102,7 @@ class _Part:
         self.num_bytes = sum(batch.nbytes for batch in batches)
 
     def find(self, number: int) -> tuple[Any, int] | None:
-        """Return the batch that has a row of the group, and the row's place in it; None where it is not kept."""
+        """Return the batch that has a row of the group, and the row's place in it; None where it is not cached."""
         at = bisect_left(self._numbers, number)
         if at == len(self._numbers) or self._numbers[at] != number:
             return None
@@ -113,8 +113,8 @@ class _Part:
 class ParquetRows:
     """The rows of a local parquet file, which are read in batches.
 
-    A file for which there is room is kept whole. Of another one no row group is ever held whole: the pass over a group
-    that reads one row also takes out those that will be asked for soon.
+    A file for which there is room is cached whole. Of another one no row group is ever in memory whole: the pass
+    over a group that reads one row also takes out those that will be asked for soon.
     """
 
     def __init__(self, path: str) -> None:
@@ -135,7 +135,7 @@ class ParquetRows:
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = [0, *accumulate(sizes)]
         self._num_bytes = 0  # of all rows, as `scan` has found them
-        self._kept: OrderedDict[int, _Part] = OrderedDict()  # by row group, the one used last at the end
+        self._cached: OrderedDict[int, _Part] = OrderedDict()  # by row group, the one used last at the end
         if twice := [name for name, count in Counter(self._parquet.schema_arrow.names).items() if count > 1]:
             raise UserError(f'{shown(path)} has the column "{twice[0]}" twice; rename one of them')
 
@@ -154,38 +154,38 @@ class ParquetRows:
     def read(self, place: int, soon: Iterable[int] = ()) -> Record:
         group = bisect_right(self._starts, place) - 1
         number = place - self._starts[group]
-        found = self._kept[group].find(number) if group in self._kept else None
+        found = self._cached[group].find(number) if group in self._cached else None
         if found is None:
-            self._kept[group] = part = self._part(group, self._wanted(group, number, soon))
+            self._cached[group] = part = self._part(group, self._wanted(group, number, soon))
             found = part.find(number)
             assert found is not None, "it is wanted"
-        self._kept.move_to_end(group)
-        while len(self._kept) > 1 and sum(part.num_bytes for part in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        self._cached.move_to_end(group)
+        while len(self._cached) > 1 and sum(part.num_bytes for part in self._cached.values()) > _CACHED_BYTES:
+            self._cached.popitem(last=False)
         return self._record(*found, place)
 
     def _wanted(self, group: int, number: int, soon: Iterable[int]) -> Sequence[int]:
         """Return the rows of a group to keep, rising, if one of them is needed."""
         start, end = self._starts[group], self._starts[group + 1]
-        if self._num_bytes <= _KEPT_BYTES:
+        if self._num_bytes <= _CACHED_BYTES:
             return range(end - start)
-        room = _KEPT_BYTES * self._starts[-1] // self._num_bytes
+        room = _CACHED_BYTES * self._starts[-1] // self._num_bytes
         ahead = islice(soon, min(room, _ROWS_AHEAD))
         return sorted({number, *(place - start for place in ahead if start <= place < end)})
 
     def _part(self, group: int, wanted: Sequence[int]) -> _Part:
         """Read some rows of a row group."""
-        kept, end = [], 0
+        cached, end = [], 0
         for batch in self._batches(group):
             start, end = end, end + batch.num_rows
             found = wanted[bisect_left(wanted, start) : bisect_left(wanted, end)]
             if len(found) == batch.num_rows:
-                kept.append(batch)
-            elif found:  # as a copy, so that the other rows need not be kept
-                kept.append(batch.take(self._to_array([number - start for number in found])))
+                cached.append(batch)
+            elif found:  # as a copy, so that the other rows are freed
+                cached.append(batch.take(self._to_array([number - start for number in found])))
             if end > wanted[-1]:
                 break
-        return _Part(wanted, kept)
+        return _Part(wanted, cached)
 
     def _batches(self, group: int) -> Iterator[Any]:
         """Yield the rows of a row group, some at a time."""

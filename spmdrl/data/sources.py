@@ -71,7 +71,7 @@ class Source(Protocol):
         ...
 
 
-Form = Callable[[Row], Row]  # what a run makes of a file's row before anything else
+RowTransform = Callable[[Row], Row]  # what a run makes of a file's row before anything else
 
 
 def as_written(row: Row) -> Row:
@@ -79,7 +79,7 @@ def as_written(row: Row) -> Row:
     return row
 
 
-def open_source(cfg: FileData | ReasoningGymData, *, seed: int, form: Form = as_written) -> Source:
+def open_source(cfg: FileData | ReasoningGymData, *, seed: int, form: RowTransform = as_written) -> Source:
     """Open the source that one entry of `sources` describes; `form` changes the rows of files."""
     if isinstance(cfg, FileData):
         return FileSource(cfg, seed=seed, form=form)
@@ -96,7 +96,7 @@ def first_record(cfg: FileData) -> dict[str, Any]:
 class FileSource:
     """The rows of a file, in a new order in each epoch; the file stays on the disk."""
 
-    def __init__(self, cfg: FileData, *, seed: int, form: Form = as_written) -> None:
+    def __init__(self, cfg: FileData, *, seed: int, form: RowTransform = as_written) -> None:
         """All rows are checked now. Raises UserError for the first that is wrong."""
         self.task = cfg.task
         self.path = cfg.path
@@ -122,12 +122,12 @@ class FileSource:
 
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
         """Return a source of those rows of the file that are wanted."""
-        kept = copy.copy(self)
-        kept._places = array("Q", (place for place, row in self._scan() if wanted(row)))
-        kept._orders = {}
-        if not kept._places:
+        selected = copy.copy(self)
+        selected._places = array("Q", (place for place, row in self._scan() if wanted(row)))
+        selected._orders = {}
+        if not selected._places:
             raise UserError(f"{self.path} has {len(self._places)} rows, and every one of them is held out or too long")
-        return kept
+        return selected
 
     def in_file_order(self) -> Iterator[Row]:
         """Yield every row once, each read when it is asked for."""

@@ -21,7 +21,7 @@ from spmdrl.config import DataConfig, HeldOutConfig
 from spmdrl.conversation import Message, is_conversation
 from spmdrl.data.conversations import asked
 from spmdrl.data.images import ImageFile
-from spmdrl.data.sources import Exchange, FileSource, Form, Row, Source, Written, in_row, open_source
+from spmdrl.data.sources import Exchange, FileSource, Row, RowTransform, Source, Written, in_row, open_source
 from spmdrl.data.tokenizer import chat_messages, encode_prompt, raw_control_text, uses_template
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.types import ImageSpan, Prompt, UserError
@@ -91,7 +91,7 @@ class PromptEncoder:
     overlong: Literal["error", "drop"]
 
     def __call__(self, row: Row) -> Encoded | None:
-        """Return the prompt, whose images are kept, or None when it is too long and `overlong` is "drop"."""
+        """Return the prompt, whose images are stored, or None when it is too long and `overlong` is "drop"."""
         with in_row(row.where):
             token_ids, text = self._tokens(row)
             if not self._fits(row, token_ids):
@@ -127,7 +127,7 @@ class PromptEncoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TrainingPair:
     """A prompt and what is to be imitated: the response to it, and perhaps more of the conversation."""
 
     prompt: Prompt
@@ -181,7 +181,7 @@ class PromptStream:
         if not self._encoder.images.has(prompt.images):
             _require_same(prompt, prompt.images, self.take(prompt.prompt_id, 1)[0].images)
 
-    def pairs(self, start: int, count: int) -> list[Pair]:
+    def pairs(self, start: int, count: int) -> list[TrainingPair]:
         """Return prompts `start` to `start + count - 1`, each with what is to be imitated."""
         return [_pair(*self._prompt_and_row(index), self._encoder) for index in range(start, start + count)]
 
@@ -240,7 +240,7 @@ def _require_same(prompt: Prompt, before: tuple[ImageSpan, ...], now: tuple[Imag
         )
 
 
-def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> Pair:
+def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> TrainingPair:
     if row.response is None:
         raise UserError(
             f"{row.where} has no response to imitate: no response_column is set, and its prompt {_last_said(row)}; it "
@@ -249,7 +249,7 @@ def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> Pair:
         )
     with in_row(row.where):
         images = encoder.spans(row.later_images)
-    return Pair(prompt, row.where, (Exchange((), row.response), *row.later), images)
+    return TrainingPair(prompt, row.where, (Exchange((), row.response), *row.later), images)
 
 
 def _last_said(row: Row) -> str:
@@ -267,7 +267,7 @@ class HeldOutPrompts(list[Prompt]):
         self._rows = list(rows)
         super().__init__(self._read(prompt_id) for prompt_id in range(len(self._rows)))
 
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[TrainingPair]:
         """Return each prompt with what would be imitated."""
         return list(map(self._pair, self))
 
@@ -279,13 +279,13 @@ class HeldOutPrompts(list[Prompt]):
         if self._encoder is not None and not self._encoder.images.has(prompt.images):
             _require_same(prompt, prompt.images, self._read(prompt.prompt_id).images)
 
-    def restore_pair(self, pair: Pair) -> None:
+    def restore_pair(self, pair: TrainingPair) -> None:
         """Do the same for a prompt and what would be imitated."""
         self.restore(pair.prompt)
         if self._encoder is not None and not self._encoder.images.has(pair.images):
             _require_same(pair.prompt, pair.images, self._pair(pair.prompt).images)
 
-    def _pair(self, prompt: Prompt) -> Pair:
+    def _pair(self, prompt: Prompt) -> TrainingPair:
         assert self._encoder is not None, "rows come with an encoder"
         return _pair(prompt, self._rows[prompt.prompt_id].row, self._encoder)
 
@@ -348,7 +348,7 @@ def make_training_stream(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
-    form: Form = asked,
+    form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
@@ -371,7 +371,7 @@ def make_held_out(
     *,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
-    form: Form = asked,
+    form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
 ) -> HeldOutPrompts:
     """Make the held-out prompts; `prompt_id` counts from 0.
@@ -382,7 +382,7 @@ def make_held_out(
     return HeldOutPrompts(_held_out_of(held_out_cfg, form, encoder), encoder)
 
 
-def _held_out_of(held_out_cfg: HeldOutConfig, form: Form, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
+def _held_out_of(held_out_cfg: HeldOutConfig, form: RowTransform, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
     entries = held_out_cfg.sources
     return held_out_rows(
         [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],

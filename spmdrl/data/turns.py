@@ -1,6 +1,6 @@
 """The tokens of turns: what stands in the sequence between one sampled response and the next.
 
-Sampled tokens are kept as they are. What a chat template writes between them and the next generation prompt is read
+Sampled tokens stay as they are. What a chat template writes between them and the next generation prompt is read
 off a short conversation that it renders: a question, an answer, and the messages to add. An image in these is one
 token, in whose place `vision.expanded` puts as many as the image needs.
 """
@@ -48,7 +48,7 @@ _CALL = re.compile(f"{_BEGIN}(.*?)({_END}|$)", re.DOTALL)
 
 
 def parse(text: str) -> Action:
-    """Read the calls in a response; the text around them is kept.
+    """Read the calls in a response; the text around them stays.
 
     With a call that is not closed, or is not such JSON, nothing is called, and `text` is all of it.
     """
@@ -84,11 +84,11 @@ def action_of(
     at the end; the action's text is without any.
     """
     ended = bool(token_ids) and token_ids[-1] in stop_token_ids
-    kept = list(token_ids[:-1] if ended else token_ids)
-    read = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    without_end = list(token_ids[:-1] if ended else token_ids)
+    read = tokenizer.decode(without_end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     action = parser(read)
     if action.text == read:
-        text = decode(tokenizer, kept)
+        text = decode(tokenizer, without_end)
     else:
         special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len)
         text = re.sub("|".join(map(re.escape, reversed(special))) or "(?!)", "", action.text)
@@ -198,7 +198,7 @@ class TurnEncoder:
     def drops_thinking(self, role: str) -> bool:
         """Return True when the template leaves the thinking of an answer out once a message of this role follows it.
 
-        What was sampled stays where it is all the same, as long as nothing is rendered anew.
+        What was sampled stays where it is all the same, as long as nothing is rendered again.
         """
         if not self._has_template:
             return False
@@ -299,11 +299,11 @@ class TurnEncoder:
         """Find the token that ends the answer in the tail, by the tail of an answer that stands last."""
         stop = next((place for place, token in enumerate(alone) if token in self._stops), None)
         at = len(alone) if stop is None else stop
-        goes_on = tail[:at] == alone[:at] and len(tail) > at
-        if goes_on and stop is None and tail[at] in self._stops:
+        continues = tail[:at] == alone[:at] and len(tail) > at
+        if continues and stop is None and tail[at] in self._stops:
             return _Tail(tail, at, begins_next=True)
         # The token may be another one where the conversation goes on: gpt-oss has <|return|> and <|end|>.
-        if goes_on and stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
+        if continues and stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
             return _Tail(tail, at, begins_next=False)
         if stop is not None:
             raise UserError(f"{self._name} ends an answer differently once a message follows; {_ELSE}")
@@ -376,7 +376,7 @@ def with_ids(messages: Sequence[Message]) -> Messages:
 
 
 def _conversation(earlier: Messages, answer: Message, message: Message) -> Messages:
-    """Return the conversation that goes on with an answer and a message, which is a call's result if it is a tool's."""
+    """Return the conversation that continues with an answer and a message, a call's result if it is a tool's."""
     return with_ids([*earlier, _calling(answer, [message]), message])
 
 

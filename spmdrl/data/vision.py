@@ -54,7 +54,7 @@ class ImageIntake(Protocol):
         ...
 
     def has(self, images: Sequence[ImageSpan]) -> bool:
-        """Return True where the pixels of all these images are at hand, which are then kept longest."""
+        """Return True where the pixels of all these images are cached, and keep them longest."""
         ...
 
 
@@ -164,11 +164,11 @@ class ImageReader(ImageCounter):
 
     def span(self, image: ImageFile) -> ImageSpan:
         if isinstance(image.content, Path):  # whose content may change
-            return self._kept(image)
+            return self._cached(image)
         # All rollouts of a prompt begin in the same world, so that an environment shows the same images often.
         known = self._read.pop(image.identity, None)
         if known is None or not self.has([known]):
-            known = self._kept(image)
+            known = self._cached(image)
         self._read[image.identity] = known
         if len(self._read) > _MAX_READ:
             self._read.popitem(last=False)
@@ -177,7 +177,7 @@ class ImageReader(ImageCounter):
     def has(self, images: Sequence[ImageSpan]) -> bool:
         return all([image.digest in self.store for image in images])
 
-    def _kept(self, image: ImageFile) -> ImageSpan:
+    def _cached(self, image: ImageFile) -> ImageSpan:
         pixels, grid = self._processed(image)
         num_tokens = self._family.num_tokens(grid)
         return ImageSpan(digest=self.store.put(pixels, grid), start=0, num_tokens=num_tokens, grid=grid)

@@ -18,12 +18,12 @@ from spmdrl.faults.verdict import EXIT_HANG, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 # Below the ports that the kernel gives to connections; jobs on the same node need different ones.
 FIRST_PORT, NUM_PORTS = 20000, 12000
-MOST_RESTARTS = 20  # of a job whose ranks are told to stop, by whatever that may be, before they have saved a step
+MOST_RESTARTS = 20  # of a job whose ranks are asked to stop, by whatever that may be, before they have saved a step
 ARRAY_INDEX = "%a"  # stands for the index of an array job in arguments, as it does in sbatch's --output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SlurmJob:
     """This job, as SLURM's variables describe it."""
 
     number: int
@@ -70,7 +70,7 @@ class Job:
         return [one.replace(ARRAY_INDEX, self.array_index) for one in given]
 
 
-def job_of(environment: Mapping[str, str]) -> Job:
+def job_of(environment: Mapping[str, str]) -> SlurmJob:
     """Read SLURM's variables. Raises ValueError where they are missing, or grant nothing to compute on."""
     if "SLURM_JOB_ID" not in environment:
         raise ValueError("this is no job of SLURM: submit it with sbatch --nodes N launch/slurm.sbatch CONFIG")
@@ -83,7 +83,7 @@ def job_of(environment: Mapping[str, str]) -> Job:
         )
     nodes = environment["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True).stdout
-    return Job(
+    return SlurmJob(
         number=int(environment["SLURM_JOB_ID"]),
         nodes=nodes,
         num_nodes=int(environment["SLURM_NNODES"]),
@@ -96,14 +96,14 @@ def job_of(environment: Mapping[str, str]) -> Job:
     )
 
 
-def after(job: Job, ending: Ending) -> str:
+def after(job: SlurmJob, ending: Ending) -> str:
     """Put a job back into the queue where that brings it further; returns a sentence about it.
 
     A request that came to the ranks alone is no word about the job: it was preempted, or a signal of its last life
     has come late, for SLURM delivers to a node that was down when it is back. After such a signal the node is no
     longer the job's own, so its ranks cannot start there again; the job has to begin once more.
     """
-    if ending.told and ending.reason != "SIGUSR1":
+    if ending.requested and ending.reason != "SIGUSR1":
         return ""  # by scancel, preemption or the end of a node: SLURM decides what becomes of the job
     if ending.stopped:
         return may_loop(job, ending) or put_back(job)
@@ -112,19 +112,19 @@ def after(job: Job, ending: Ending) -> str:
     return ""
 
 
-def may_loop(job: Job, ending: Ending) -> str:
+def may_loop(job: SlurmJob, ending: Ending) -> str:
     """Return why a job that has stopped would do so for ever; empty where it would not."""
-    if ending.advanced or (not ending.told and job.restarts < MOST_RESTARTS):
+    if ending.advanced or (not ending.requested and job.restarts < MOST_RESTARTS):
         return ""
     by_limit = "raise its time limit (sbatch --time), or let it stop later (--signal=B:USR1@SECONDS before it)"
     by_others = f"it has been put back {job.restarts} times, and what ended its ranks is above"
     return (
         f"job {job.number} is not put back into the queue, because it has saved no step and would do the same again: "
-        f"{by_limit if ending.told else by_others}"
+        f"{by_limit if ending.requested else by_others}"
     )
 
 
-def put_back(job: Job) -> str:
+def put_back(job: SlurmJob) -> str:
     """Put the job back into the queue; returns a sentence that says whether that was possible."""
     done = subprocess.run(["scontrol", "requeue", str(job.number)], check=False, capture_output=True, text=True)
     if done.returncode:
@@ -132,7 +132,7 @@ def put_back(job: Job) -> str:
     return f"job {job.number} is put back into the queue"
 
 
-def silent_nodes(job: Job) -> list[str]:
+def silent_nodes(job: SlurmJob) -> list[str]:
     """Return the names of the job's nodes that do not answer SLURM.
 
     SLURM ends a job for such a node only after its SlurmdTimeout, which may be later than the ranks have given up.

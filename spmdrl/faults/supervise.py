@@ -196,7 +196,7 @@ class Ending:
     code: int  # for the shell
     text: str = ""  # for the user; empty when the ranks have said all there is to say
     reason: str = ""  # of a request to stop
-    told: bool = False  # the request came to this program, and not to the ranks alone
+    requested: bool = False  # the request came to this program, and not to the ranks alone
     advanced: bool = False  # the launch has saved a step
 
     @property
@@ -212,7 +212,7 @@ def launch(starter: Starter, requests: Requests) -> Ending:
         first = requests.received[0]
         text = f"stopped by {name_of(first)} while the settings were being checked: nothing was started"
         code = EXIT_INTERRUPTED if first == signal.SIGINT else EXIT_REQUEUE
-        return Ending(code=code, text=text, reason=name_of(first), told=True)
+        return Ending(code=code, text=text, reason=name_of(first), requested=True)
     if code or folder is None:
         return Ending(code=code)
     try:
@@ -228,7 +228,7 @@ def _run(files: FaultFiles, starter: Starter, requests: Requests) -> Ending:
     code = supervise(files, starter, requests)
     text, code, reason = conclude(files, code, requests.received)
     advanced = newest_step(files.checkpoints) > before
-    return Ending(code=code, text=text, reason=reason, told=bool(requests.received), advanced=advanced)
+    return Ending(code=code, text=text, reason=reason, requested=bool(requests.received), advanced=advanced)
 
 
 def check(starter: Starter, requests: Requests) -> tuple[int, Path | None]:
@@ -277,14 +277,14 @@ class Patience:
 
     def __init__(self, files: FaultFiles) -> None:
         self._files = files
-        self._looks_at = time.monotonic() + LOOK_S
+        self._next_check = time.monotonic() + LOOK_S
         self._ends_at = math.inf
 
     def is_over(self) -> bool:
-        """Return True once they have had their time to end; looks for the report now and then."""
+        """Return True once they have had their time to end; reads the report now and then."""
         now = time.monotonic()
-        if now > self._looks_at:
-            self._looks_at = now + LOOK_S
+        if now > self._next_check:
+            self._next_check = now + LOOK_S
             if self._ends_at == math.inf and self._files.error.exists():
                 self._ends_at = now + END_S
         return now > self._ends_at

@@ -1,6 +1,6 @@
 """Text from outside, made fit to be shown: what a worker, an environment, an agent or the model itself has said.
 
-Whatever is shown or logged goes through here. What cannot be printed is written as Python escapes it: a text cannot
+All that is shown or logged passes through here. What cannot be printed is written as Python escapes it: a text cannot
 move the cursor, begin a line of its own, reverse the order of letters, or hold half of a surrogate pair, which no file
 takes. Needs nothing but Python.
 """
@@ -59,8 +59,8 @@ def in_ranges(numbers: Sequence[int]) -> str:
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text, on standard output unless another stream is given, with nothing that is not printable.
 
-    Whatever a program of the package prints goes through here. Raises OSError about `OUTPUT` where nothing takes it;
-    more that is printed there is then thrown away. Of standard error nobody is left who could be told.
+    All that a program of the package prints passes through here. Raises OSError about `OUTPUT` where nothing takes it;
+    more that is printed there is then thrown away. Of standard error nobody could be told.
     """
     stream = stream or sys.stdout
     try:
@@ -130,5 +130,5 @@ def of_error(error: BaseException) -> str:
 def _shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
-    kept = most - len(_CUT)
-    return text[: kept - kept // 3] + _CUT + text[len(text) - kept // 3 :]
+    room = most - len(_CUT)
+    return text[: room - room // 3] + _CUT + text[len(text) - room // 3 :]

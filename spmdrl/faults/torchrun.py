@@ -1,6 +1,6 @@
 """torchrun without its own report: `python -m spmdrl.faults.torchrun`, with torchrun's options.
 
-The ranks of a node start through this. A run that fails, or is told to stop, tells its user why (`verdict.py`);
+The ranks of a node start through this. A run that fails, or is asked to stop, tells its user why (`verdict.py`);
 torchrun would add a warning, a box and the traceback of its own exception, and would hide the exit codes of its ranks
 behind 1.
 """

@@ -91,7 +91,7 @@ class Requeue:
     launch: str
     step: int  # the last step that was saved
     num_steps: int
-    given_up: bool  # True when the step after it had begun
+    given_up: bool  # True when the step after it had started
     reason: str
     again: bool  # True when it can be started again at once
 

@@ -185,7 +185,7 @@ class Watch:
     def write_requeue(self, *, step: int, num_steps: int) -> str:
         """Write the file `requeue` after `agree_to_stop`, once `step` is saved; returns the line to show the user.
 
-        A later step that has begun is discarded. One rank calls this.
+        A later step that has started is discarded. One rank calls this.
         """
         status = self._heartbeat.status
         requeue = Requeue(

@@ -44,7 +44,7 @@ BY_ITSELF_S = 4.0  # of these, for a rank to notice the report and write its own
 
 
 class Watchdog:
-    """Looks for a hang from the watch's thread. With `timeout_s` 0 it never finds one."""
+    """Detects a hang from the watch's thread. With `timeout_s` 0 it never finds one."""
 
     def __init__(self, heartbeat: Heartbeat, *, timeout_s: float, tick_s: float) -> None:
         self._heartbeat, self._timeout_s, self._tick_s = heartbeat, timeout_s, tick_s

@@ -1,18 +1,18 @@
 """Bytes that torch's caching allocator reserves on a device for the forward and backward passes of one model.
 
 The allocator cuts blocks from segments of the device's memory, and what one stream has freed serves no other stream.
-FSDP works on three: weights are gathered on one, gradients are reduced and kept on another, and all else is on the
+FSDP works on three: weights are gathered on one, gradients are reduced and stay on another, and all else is on the
 stream that computes. The first two take and free the same sizes in every pass, so their segments are found by doing so
-(`Blocks`). On the third, what stays is placed in the same way; of what comes and goes, the fullest moment is known, and
-these come in addition:
+(`Blocks`). On the third, what stays is placed in the same way; of what is allocated and freed, the fullest moment is
+known, and these come in addition:
 
     sum of the root     the float32 gradients of the weights outside the layers, laid end to end to be reduced: no
                         segment of activations is large enough, and it is needed when the activations are gone
     embedding           its gradient, while the head's waits, where no activation has as large a segment
     second sum          with one rank and "none", the embedding's gradient may be cut from the segment of the sum, which
                         the next micro-batch then needs again
-    unused              parts of blocks into which no tensor fits: a share of what comes and goes. Layers leave blocks
-                        of the widths A and I to what is kept of width D: what remains of them counts too
+    unused              parts of blocks into which no tensor fits: a share of what is allocated and freed. Layers leave
+                        blocks of the widths A and I to what is saved of width D: what remains of them counts too
     gradients           less than `activations.py` counts for a layer without experts: not all are there at once
 
 The shares are fitted to what `benchmarks/memory_plan.py` has measured.
@@ -35,12 +35,12 @@ _MEDIUM = 10 * _MIB  # up to this, from segments of 20 MiB; larger ones have the
 _FLOAT32 = 4
 UNUSED_SHARE: Mapping[Level, float] = {"none": 0.003, "selective": 0.0353, "full": 0.0}  # of what comes and goes
 UNUSED_SHARE_OF_EXPERTS: Mapping[Level, float] = {"none": 0.0104, "selective": 0.0146, "full": 0.102}  # with experts
-REMAINDER_SHARE = 0.77  # "full": of what remains of blocks beside all that is kept
+REMAINDER_SHARE = 0.77  # "full": of what remains of blocks beside all that is saved
 SELECTIVE_REMAINDER_SHARE = 0.371  # "selective": of what remains of blocks of width A beside the inputs of layers
 ABSENT_SHARE = 0.114  # of three gradients of [T, I] and of [T, D]
 
 
-class Weight(NamedTuple):
+class ShardedWeight(NamedTuple):
     """A weight on one rank, in elements."""
 
     shard: int  # the most that a rank has; FSDP pads the others to it
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
 class Unit:
     """The weights that FSDP gathers together: a layer's, or the root's, those outside of all layers."""
 
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[ShardedWeight, ...] = ()
 
     @property
     def gathered(self) -> int:
@@ -82,7 +82,7 @@ class Activations:
     hidden: int  # [T, D]
     queries: int  # [T, A]
     mlp: int  # [T, I]
-    kept: int  # of all layers together, from forward to backward
+    saved: int  # of all layers together, from forward to backward
     has_experts: bool
 
     @property
@@ -133,7 +133,7 @@ class Blocks:
 def reserved(
     *,
     units: Sequence[Unit],
-    kept: Iterable[int],
+    persistent: Iterable[int],
     moving: int,
     activations: Activations,
     level: Level,
@@ -145,15 +145,15 @@ def reserved(
 ) -> int:
     """Return the bytes of all segments of a rank that trains.
 
-    `units` are the root and the layers in order, `kept` the bytes of each tensor on the stream that computes that stays
-    from step to step, `moving` those of all that comes and goes there, at the fullest moment, `activations` among
-    them. Elements of shards and of gathered weights have `weight_bytes` and `compute_bytes`. `ahead` units are
-    gathered before they compute. Gradients are summed over `copies` of the model. Weights and gradients may stay
-    `on_host`.
+    `units` are the root and the layers in order, `persistent` the bytes of each tensor on the stream that computes that
+    stays from step to step, `moving` those of all that is allocated and freed there, at the fullest moment,
+    `activations` among them. Elements of shards and of gathered weights have `weight_bytes` and `compute_bytes`.
+    `ahead` units are gathered before they compute. Gradients are summed over `copies` of the model. Weights and
+    gradients may stay `on_host`.
     """
-    held = Blocks()
-    for size in kept:
-        held.take(size)
+    blocks = Blocks()
+    for size in persistent:
+        blocks.take(size)
     root, *layers = units
     largest = max((layer.gradient for layer in layers), default=0)
     root_sum = root.gradient * _FLOAT32 if root.gradient > largest else 0
@@ -166,13 +166,13 @@ def reserved(
     if not activations.has_experts:
         unused -= ABSENT_SHARE * 3 * (activations.mlp + activations.hidden)
     if level == "full":
-        unused += REMAINDER_SHARE * activations.remainder * activations.kept
+        unused += REMAINDER_SHARE * activations.remainder * activations.saved
     if level == "selective":
         beside_queries = activations.queries % activations.hidden / activations.queries
         unused += SELECTIVE_REMAINDER_SHARE * beside_queries * activations.hidden * len(layers)
     others = gathering(units, weight_bytes=weight_bytes, compute_bytes=compute_bytes, ahead=ahead, on_host=on_host)
     others += reducing(units, copies=copies, on_host=on_host)
-    return held.reserved + moving + root_sum + embedding + int(unused) + others
+    return blocks.reserved + moving + root_sum + embedding + int(unused) + others
 
 
 def gathering(
@@ -219,7 +219,7 @@ def reducing(units: Sequence[Unit], *, copies: int = 1, on_host: bool = False) -
     return blocks.reserved
 
 
-def kept_tensors(units: Iterable[Unit], *, weight_bytes: int, states: int) -> list[int]:
+def persistent_tensors(units: Iterable[Unit], *, weight_bytes: int, states: int) -> list[int]:
     """List the bytes of each tensor of weights, and of float32 optimizer state, that stay on the device."""
     weights = list(chain.from_iterable(unit.weights for unit in units))
     state = [weight.shard * _FLOAT32 for weight in weights if weight.is_trained for _ in range(states)]

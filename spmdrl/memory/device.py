@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spmdrl.config import Config, ModelConfig, OptimConfig
 from spmdrl.config.engines import engine_facts
-from spmdrl.memory.blocks import Unit, Weight
+from spmdrl.memory.blocks import ShardedWeight, Unit
 from spmdrl.memory.overhead import Overhead
 
 GIB = 2**30
@@ -58,13 +58,13 @@ class ModelSize:
     adapters: int = 0  # elements of adapters, whole on every rank; 0 where the model itself is trained
     adapter_shard: int = 0  # of these, those that this rank's optimizer steps
     adapter_start: int = 0  # elements of the start that adapters subtract, whole on every rank
-    kept: int = 0  # elements of weights that are kept in few bits, whole on every rank; they are no part of `shard`
-    kept_bytes: int = 0  # of them
-    largest_kept: int = 0  # elements of the largest of them, which exists in the compute dtype as long as its product
+    quantized: int = 0  # elements of weights in few bits, whole on every rank; they are no part of `shard`
+    quantized_bytes: int = 0  # of them
+    largest_quantized: int = 0  # elements of the largest, which exists in the compute dtype as long as its product
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
     largest_adapted: int = 0  # the largest parameter of these experts
     all_adapted_experts: int = 0  # undivided, of all layers
-    units: tuple[Unit, ...] = ()  # what is outside of all layers, and each layer; not what is kept in few bits
+    units: tuple[Unit, ...] = ()  # what is outside of all layers, and each layer; not what is in few bits
 
     @property
     def stepped(self) -> int:
@@ -78,7 +78,7 @@ class ModelSize:
 
     def base_bytes(self, compute_bytes: int) -> int:
         """Bytes of the model's weights: of shards float32 where they are trained, else as they compute."""
-        return self.shard * (compute_bytes if self.adapters else _FLOAT32) + self.kept_bytes
+        return self.shard * (compute_bytes if self.adapters else _FLOAT32) + self.quantized_bytes
 
 
 def model_size(
@@ -88,28 +88,28 @@ def model_size(
     layout: ShardLayout,
     frozen: Collection[str] = (),
     apart: Collection[str] = (),
-    kept: Mapping[str, int] | None = None,
+    quantized: Mapping[str, int] | None = None,
 ) -> ModelSize:
     """Count parameters, given the shape of each and the names of those in each decoder layer.
 
     `frozen` are the names of those that are not trained, `apart` of those that are gathered by themselves: a tower's.
-    `kept` are the bytes of those that are kept in few bits, by name.
+    `quantized` are the bytes of those in few bits, by name.
     """
-    kept = kept or {}
+    quantized = quantized or {}
     gathered = {
-        name: 0 if name in kept else math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()
+        name: 0 if name in quantized else math.prod(shape) // layout.num_parts(name) for name, shape in shapes.items()
     }
     in_layers = [sum(gathered[name] for name in layer) for layer in layers]
 
     def shard(name: str) -> int:
-        if name in kept:
+        if name in quantized:
             return 0
         num_rows, *others = shapes[name]
         return math.ceil(num_rows / layout.num_shards(name)) * math.prod(others) // layout.num_parts(name)
 
     def unit(names: Iterable[str]) -> Unit:
-        sharded = (name for name in names if name not in kept)
-        return Unit(tuple(Weight(shard(name), layout.num_shards(name), name not in frozen) for name in sharded))
+        sharded = (name for name in names if name not in quantized)
+        return Unit(tuple(ShardedWeight(shard(name), layout.num_shards(name), name not in frozen) for name in sharded))
 
     outside = [name for name in shapes if not any(name in layer for layer in layers)]
     return ModelSize(
@@ -120,9 +120,9 @@ def model_size(
         num_layers=len(layers),
         largest_weight=max(map(math.prod, shapes.values())),
         frozen_shard=sum(map(shard, frozen)),
-        kept=sum(math.prod(shapes[name]) for name in kept),
-        kept_bytes=sum(kept.values()),
-        largest_kept=max((math.prod(shapes[name]) for name in kept), default=0),
+        quantized=sum(math.prod(shapes[name]) for name in quantized),
+        quantized_bytes=sum(quantized.values()),
+        largest_quantized=max((math.prod(shapes[name]) for name in quantized), default=0),
         units=(unit(outside), *(unit(name for name in shapes if name in layer) for layer in layers)),
     )
 
@@ -268,8 +268,8 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
             f'{gib(sampling)}; use more ranks, or offload.trainer = "all"'
         )
     if plan.awake + plan.buckets + plan.engine_keeps + training > device_bytes:
-        kept = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
-        remedy = f"add {' and '.join(kept)} to offload.engine, " if kept and plan.engine_weights else ""
+        loaded = [f'"{part}"' for part in ("kv_cache", "weights") if part not in cfg.offload.engine]
+        remedy = f"add {' and '.join(loaded)} to offload.engine, " if loaded and plan.engine_weights else ""
         engine = f"a sleeping engine {gib(plan.engine_keeps)} and " if plan.engine_weights else ""
         yield (
             f"{_training_takes(plan)}, {engine}refits {gib(plan.buckets)}, and CUDA and NCCL about {gib(training)}, "
@@ -336,7 +336,7 @@ def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = T
     layers stay gathered.
     """
     layers = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
-    return size.root + min(layers, size.num_layers) * size.largest_layer + size.largest_kept
+    return size.root + min(layers, size.num_layers) * size.largest_layer + size.largest_quantized
 
 
 def full_bucket(bucket_bytes: int, size: ModelSize, *, compute_bytes: int) -> int:

@@ -5,7 +5,7 @@ dtype, D the width of the tower, H its heads and I the width of its MLP:
 
     norms       2 b D each         the input and the output; of a root mean square norm (4 + 2 b) D
     attention   5 b D + 4 H        q, k, v, the result for each image and of all images, and float32 log-sums
-    rotation    2 b D              rotated queries and keys; without it, one result less is kept
+    rotation    2 b D              rotated queries and keys; without it, one result less is saved
     MLP         2 b I              before and after the activation; 4 b I of a gated one
 
 Recomputing a block keeps only its input, b D. Selective recomputation keeps the results of products and attention too:
@@ -61,7 +61,7 @@ def pass_bytes(tower: Tower, *, num_patches: int, compute_bytes: int) -> int:
     return num_patches * (compute_bytes * elements + _FLOAT32 * tower.hidden)
 
 
-def block_kept_bytes(tower: Tower, *, level: Level, compute_bytes: int) -> int:
+def saved_block_bytes(tower: Tower, *, level: Level, compute_bytes: int) -> int:
     """Bytes per patch that one block under checkpointing `level` holds from forward to backward."""
     b, d = compute_bytes, tower.hidden
     if level == "full":
@@ -74,11 +74,11 @@ def block_kept_bytes(tower: Tower, *, level: Level, compute_bytes: int) -> int:
     return 2 * norm + attention + (4 if tower.is_gated else 2) * b * tower.mlp_width
 
 
-def kept_bytes(tower: Tower, *, level: Level, every_layers: int, num_patches: int, compute_bytes: int) -> int:
+def saved_bytes(tower: Tower, *, level: Level, every_layers: int, num_patches: int, compute_bytes: int) -> int:
     """Bytes that a pass over `num_patches` patches keeps for the backward pass."""
     recomputed = 0 if level == "none" else math.ceil(tower.num_blocks / every_layers)
-    in_blocks = recomputed * block_kept_bytes(tower, level=level, compute_bytes=compute_bytes)
-    in_blocks += (tower.num_blocks - recomputed) * block_kept_bytes(tower, level="none", compute_bytes=compute_bytes)
+    in_blocks = recomputed * saved_block_bytes(tower, level=level, compute_bytes=compute_bytes)
+    in_blocks += (tower.num_blocks - recomputed) * saved_block_bytes(tower, level="none", compute_bytes=compute_bytes)
     tables = 2 * _FLOAT32 * tower.hidden // tower.heads if tower.rotates else 0
     per_patch = num_patches * (in_blocks + tables + compute_bytes * (tower.patch_values + 2 * tower.hidden))
     merged = 3 * tower.hidden if tower.pools else (3 * tower.num_levels - 1) * tower.hidden * tower.patches_per_token
@@ -87,12 +87,12 @@ def kept_bytes(tower: Tower, *, level: Level, every_layers: int, num_patches: in
 
 def block_workspace_bytes(tower: Tower, *, level: Level, num_patches: int, compute_bytes: int) -> int:
     """Bytes that the backward pass of one block needs in addition: what is recomputed, and the widest gradients."""
-    every, kept = (block_kept_bytes(tower, level=one, compute_bytes=compute_bytes) for one in ("none", level))
-    return num_patches * (every - kept + 3 * compute_bytes * (tower.mlp_width + tower.hidden))
+    every, saved = (saved_block_bytes(tower, level=one, compute_bytes=compute_bytes) for one in ("none", level))
+    return num_patches * (every - saved + 3 * compute_bytes * (tower.mlp_width + tower.hidden))
 
 
 def shown_tokens(cfg: Config | SftConfig, run: Plan, *, num_sequences: int) -> int:
-    """Count the placeholders of so many sequences at most: all tokens of their prompts show images, and the prompts
+    """Count the placeholders of `num_rows` sequences at most: all tokens of their prompts show images, and the prompts
     differ where a rank's share has as many."""
     prompts = min(run.prompts_per_step, math.ceil(run.rollouts_per_step / run.num_shares))
     return min(num_sequences, prompts) * cfg.data.max_prompt_tokens
@@ -110,7 +110,7 @@ def features_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan, *, compute_
 
 
 def pixels_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan) -> int:
-    """Bytes of float32 pixels that a rank holds on the host at most, for a tower that looks in every pass."""
+    """Bytes of float32 pixels that a rank holds on the host at most, for a tower that encodes in every pass."""
     return step_tokens(cfg, run) * tower.patches_per_token * tower.patch_values * _FLOAT32
 
 

@@ -48,7 +48,7 @@ class Overhead:
 
     @property
     def at_launch(self) -> int:
-        """Bytes that are taken when an engine looks how much is free."""
+        """Bytes that are taken when an engine measures how much is free."""
         return sum(self.rank.values()) + sum(self.engine.values())
 
     @property

@@ -73,17 +73,17 @@ class Rank:
     engine_overhead: Overhead  # of the device of a rank that holds an engine
     on_gpu: bool  # else the device is the host
     tower: Tower | None = None  # for images
-    looks_once: bool = False  # the trainer's is frozen, and looks at each image once a step
+    has_frozen_tower: bool = False  # the trainer's encodes each image once a step
 
     @property
     def frozen_tower(self) -> Tower | None:
-        """The tower that looks at each image once a step."""
-        return self.tower if self.looks_once else None
+        """The tower that encodes each image once a step."""
+        return self.tower if self.has_frozen_tower else None
 
     @property
-    def looking_tower(self) -> Tower | None:
-        """The tower that looks in every pass of its model, because it is trained."""
-        return None if self.looks_once else self.tower
+    def trained_tower(self) -> Tower | None:
+        """The tower that encodes in every pass of its model, because it is trained."""
+        return None if self.has_frozen_tower else self.tower
 
     def for_critic(self) -> Rank | None:
         """Describe this rank with the critic in place of the policy, as a model with one logit."""

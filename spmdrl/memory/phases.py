@@ -20,7 +20,7 @@ from spmdrl.memory.activations import (
     layer_workspace_bytes,
     logits_bytes,
 )
-from spmdrl.memory.blocks import Activations, kept_tensors, reserved
+from spmdrl.memory.blocks import Activations, persistent_tensors, reserved
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     EXPORT_BUCKET_BYTES,
@@ -38,9 +38,9 @@ from spmdrl.memory.images import (
     block_workspace_bytes,
     engine_bytes,
     features_bytes,
-    kept_bytes,
     pass_bytes,
     pixels_bytes,
+    saved_bytes,
     shown_tokens,
 )
 from spmdrl.memory.overhead import Parts
@@ -57,7 +57,7 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     bases, critic = [size.base_bytes(rank.compute_bytes) for size in rank.trained], rank.for_critic()
     loading = {  # one model after the other
         "process": host["process"],
-        "files": max(size.shard + size.kept for size in rank.trained) * rank.file_bytes,
+        "files": max(size.shard + size.quantized for size in rank.trained) * rank.file_bytes,
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
     }
@@ -78,8 +78,8 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         merging = rank.size.largest_weight * _FLOAT32 if cfg.lora else 0
         gathered = bucket + staging_bytes(bucket, num_ranks=ranks) + merging
         num_files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
-        held = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)
-        files = {"exported files": held}
+        buffered = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)
+        files = {"exported files": buffered}
         phases.append(PhaseMemory.of("export", trainer | {"gathered": gathered}, host | files, beside))
     return phases
 
@@ -98,20 +98,20 @@ def _unused_blocks(cfg: Config | SftConfig, rank: Rank, device: Parts) -> int:
     stays = rank.memory.weights + rank.memory.optimizer
     states = 0 if cfg.optim.state_on_host else states_per_weight(cfg.optim)
     weight_bytes = rank.compute_bytes if size.adapters else _FLOAT32
-    kept = [] if model.cpu_offload else kept_tensors(size.units, weight_bytes=weight_bytes, states=states)
+    persistent = [] if model.cpu_offload else persistent_tensors(size.units, weight_bytes=weight_bytes, states=states)
     # FSDP reduces gradients, and gathers layers ahead, on streams of their own.
     elsewhere = (0 if size.adapters else device["gradients"]) + device["sums over copies"]
     if model.reshard_after_forward:
         elsewhere += (gathered_weights(model, size) - size.root - size.largest_layer) * rank.compute_bytes
     total = reserved(
         units=size.units,
-        kept=[*kept, stays - sum(kept)],
+        persistent=[*persistent, stays - sum(persistent)],
         moving=sum(device.values()) - stays - elsewhere,
         activations=Activations(
             hidden=element * decoder.hidden,
             queries=element * decoder.query_width,
             mlp=element * decoder.mlp_width,
-            kept=device.get("activations", 0),
+            saved=device.get("activations", 0),
             has_experts=decoder.experts_per_token > 0,
         ),
         level=model.gradient_checkpointing,
@@ -205,7 +205,7 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
         if rank.frozen_tower
         else 0,
-        "pixels of images": pixels_bytes(rank.looking_tower, cfg, rank.run) if rank.looking_tower else 0,
+        "pixels of images": pixels_bytes(rank.trained_tower, cfg, rank.run) if rank.trained_tower else 0,
     }
 
 
@@ -248,7 +248,7 @@ def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 
 def _gathered(cfg: Config | SftConfig, rank: Rank, *, trainable: bool = True) -> int:
     """Count the weights of a model that are gathered at the same time; a tower computes before and after the layers."""
-    in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.looking_tower
+    in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.trained_tower
     if tower is None:
         return in_layers
     if not cfg.model.reshard_after_forward and trainable:
@@ -265,7 +265,7 @@ def _forward(cfg: Config, rank: Rank) -> int:
     """Bytes at the peak of a forward pass without gradients: in a layer, or at the head."""
     tokens = micro_batch_tokens(cfg, rank.run)
     layer = forward_bytes(rank.decoder.split(cfg.parallel.tp), compute_bytes=rank.compute_bytes, num_tokens=tokens)
-    tower = rank.looking_tower
+    tower = rank.trained_tower
     looking = (
         pass_bytes(tower, num_patches=_micro_batch_patches(cfg, rank, tower), compute_bytes=rank.compute_bytes)
         if tower
@@ -275,7 +275,7 @@ def _forward(cfg: Config, rank: Rank) -> int:
 
 
 def _micro_batch_patches(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> int:
-    """Count the patches of the images of a full micro-batch, of which every rank of cp and tp looks at all."""
+    """Count the patches of the images of a full micro-batch, all of which every rank of cp and tp encodes."""
     tokens = micro_batch_tokens(cfg, rank.run) * cfg.parallel.cp
     sequences = math.ceil(tokens / rank.run.max_sequence_tokens)
     return shown_tokens(cfg, rank.run, num_sequences=sequences) * tower.patches_per_token
@@ -307,7 +307,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     is_trained = not rank.size.adapters
     head = is_trained * b * decoder.vocabulary * decoder.hidden // cfg.parallel.tp
     experts = rank.size.adapted_experts
-    kept = rank.size.num_layers if settings.level == "none" else 1
+    num_merged = rank.size.num_layers if settings.level == "none" else 1
     layer = rank.size.largest_layer
     before_experts = dataclasses.replace(part, mlp_width=0, experts_per_token=0)
     waiting, last_block, block_gradients = _tower_in_backward(cfg, rank, settings)
@@ -317,21 +317,21 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
             "activations of images": waiting,
             "logits": _logits(cfg, rank),
             "whole gradients": head,
-            "merged experts": kept * b * experts,
+            "merged experts": num_merged * b * experts,
         },
         {
             "activations": activations,
             "activations of images": waiting,
             "one layer": layer_workspace_bytes(part, settings, num_tokens=tokens),
             "whole gradients": head + is_trained * (_FLOAT32 + (0 if part.experts_per_token else b)) * layer,
-            "merged experts": kept * b * experts,
+            "merged experts": num_merged * b * experts,
         },
         {
             "activations": activations,
             "activations of images": waiting,
             "one layer": layer_workspace_bytes(before_experts, settings, num_tokens=tokens),
             "whole gradients": head + is_trained * (_FLOAT32 + b) * layer,
-            "merged experts": kept * b * experts + (2 * _FLOAT32 - b) * rank.size.largest_adapted,
+            "merged experts": num_merged * b * experts + (2 * _FLOAT32 - b) * rank.size.largest_adapted,
         },
         {
             "activations of images": waiting,
@@ -345,15 +345,15 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
 def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: ActivationSettings) -> tuple[int, int, int]:
     """Return bytes of a trained tower's activations, of the backward pass of one block, and of the whole gradients of
     what is outside its blocks and of two that are being reduced to shards; 0 where no tower is trained."""
-    tower, b = rank.looking_tower, rank.compute_bytes
+    tower, b = rank.trained_tower, rank.compute_bytes
     if tower is None:
         return 0, 0, 0
     patches = _micro_batch_patches(cfg, rank, tower)
-    kept = kept_bytes(
+    saved = saved_bytes(
         tower, level=settings.level, every_layers=settings.every_layers, num_patches=patches, compute_bytes=b
     )
     block = block_workspace_bytes(tower, level=settings.level, num_patches=patches, compute_bytes=b)
-    return kept, block, (_FLOAT32 + b) * _gathered_in_tower(tower)
+    return saved, block, (_FLOAT32 + b) * _gathered_in_tower(tower)
 
 
 def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
@@ -387,7 +387,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
 
     An engine with a fixed share fills it. The torch engine's cache has a row for each running rollout: keys and values,
     all as long as the longest, and states; and as much again for episodes that wait for their environment. It holds the
-    logits of one token each, and looks at images.
+    logits of one token each, and encodes images.
     """
     if plan.engine_share is not None:
         return plan.engine_share

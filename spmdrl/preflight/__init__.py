@@ -1,1 +1,1 @@
-"""May it start? Everything that is checked, and foretold, before the first process group."""
+"""May it start? All checks and predictions before the first process group."""

@@ -41,7 +41,7 @@ def open_environment(cfg: Config | SftConfig, exits: ExitStack) -> TriedEnvironm
 
 
 def _require_settings(section: Section) -> None:
-    """Read every setting: one that is missing, which the user is told about, must not surprise a process."""
+    """Read every setting: one that is missing, which the user is warned of, must not surprise a process."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         for inner in value if isinstance(value, tuple) else (value,):

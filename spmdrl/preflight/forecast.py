@@ -48,7 +48,7 @@ class Model:
     targets: Mapping[str, int] = field(default_factory=dict)  # weights with adapters, and the elements of these
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     keeps_start: bool = False  # of adapters that begin at a part of the weights
-    kept: Mapping[str, int] = field(default_factory=dict)  # bytes of weights that are kept in few bits
+    quantized: Mapping[str, int] = field(default_factory=dict)  # bytes of weights in few bits, by name
 
     @classmethod
     def read(
@@ -57,13 +57,13 @@ class Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
         keeps_start = lora is not None and lora.init != "default"
-        kept = {} if lora is None or lora.base is None else kept_bytes(config, cfg, lora.base)
+        quantized = {} if lora is None or lora.base is None else kept_bytes(config, cfg, lora.base)
         shapes, frozen = parameter_shapes(config, cfg), frozen_names(config, cfg)
-        return cls(config, *shapes, critic, targets, frozen, keeps_start, kept)
+        return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized)
 
     @property
-    def looks_once(self) -> bool:
-        """True for a model whose tower is frozen, and looks at each image once a step."""
+    def has_frozen_tower(self) -> bool:
+        """True for a model whose tower encodes each image once a step, because it is frozen."""
         tower = tower_names(self.config, self.shapes)
         return bool(tower) and (tower <= self.frozen or bool(self.targets))
 
@@ -92,7 +92,7 @@ class Model:
             for layer in self.layers
         ]
         return dataclasses.replace(
-            model_size(self.shapes, self.layers, layout=layout, frozen=frozen, apart=tower, kept=self.kept),
+            model_size(self.shapes, self.layers, layout=layout, frozen=frozen, apart=tower, quantized=self.quantized),
             adapters=adapters,
             adapter_shard=math.ceil(adapters / num_training),
             adapter_start=adapters if self.keeps_start else 0,
@@ -186,7 +186,7 @@ def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, devi
         engine_overhead=engine_overhead,
         on_gpu=on_gpu,
         tower=tower_of(model.config, model.shapes),
-        looks_once=model.looks_once,
+        has_frozen_tower=model.has_frozen_tower,
     )
 
 

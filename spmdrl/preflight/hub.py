@@ -152,14 +152,14 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
 def damages(place: Path) -> dict[Path, str]:
     """Return the file, or the files of a folder, that cannot be what was fetched, with the reason for each.
 
-    Only their form is looked at: to add up the bytes of a model's weights takes as long as loading them.
+    Only their form is checked: to add up the bytes of a model's weights takes as long as loading them.
     """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return {file: why for file in files if (why := _damage_of(file))}
 
 
 def _damage_of(file: Path) -> str:
-    """Return why a file is damaged, or nothing. A folder is left to whoever reads it."""
+    """Return why a file is damaged, or nothing. A folder is left to its reader."""
     try:
         if file.is_dir():
             return ""

@@ -19,8 +19,8 @@ from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
 from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.image_store import open_image_store
-from spmdrl.data.sources import open_source
-from spmdrl.data.stream import Form, HeldOutPrompts, Pair, PromptStream, make_held_out, make_training_stream
+from spmdrl.data.sources import RowTransform, open_source
+from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair, make_held_out, make_training_stream
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
@@ -235,13 +235,13 @@ def _open_held_out(
     return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools, form=_form(cfg), images=images)
 
 
-def _open_held_out_pairs(cfg: Config | SftConfig, held_out: HeldOutPrompts) -> list[Pair]:
+def _open_held_out_pairs(cfg: Config | SftConfig, held_out: HeldOutPrompts) -> list[TrainingPair]:
     if isinstance(cfg, Config) or cfg.held_out is None or cfg.held_out.every == "never":
         return []
     return held_out.pairs()
 
 
-def _form(cfg: Config | SftConfig) -> Form:
+def _form(cfg: Config | SftConfig) -> RowTransform:
     return partial(imitated, turns=cfg.sft.turns) if isinstance(cfg, SftConfig) else asked
 
 

@@ -45,7 +45,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
 
     `shapes` are those of the model's parameters, of which those of a tower for images do nothing for tokens: a frozen
-    one looks at an image once, whatever the sequences. Attention is counted as if every layer saw the whole sequence;
+    one encodes an image once, whatever the sequences. Attention is counted as if every layer saw the whole sequence;
     `flop_coefficients` has the formula.
     """
     text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)

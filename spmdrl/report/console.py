@@ -199,7 +199,9 @@ class PlainLines:
 
     def end_eval(self, step: int, scalars: Mapping[str, float]) -> None:
         self._progress.end_eval(scalars)
-        self.message("  ".join([f"eval after step {step}", *itertools.starmap(_pair, _told(scalars).items())]))
+        self.message(
+            "  ".join([f"eval after step {step}", *itertools.starmap(_pair, _without_only_task(scalars).items())])
+        )
 
     def message(self, text: str) -> None:
         try:
@@ -211,7 +213,7 @@ class PlainLines:
         pass
 
 
-def _told(scalars: Mapping[str, float]) -> Mapping[str, float]:
+def _without_only_task(scalars: Mapping[str, float]) -> Mapping[str, float]:
     """Leave out the accuracy of the only task, which is that of the whole evaluation."""
     of_tasks = [name for name in scalars if name.startswith("eval/accuracy_")]
     return {name: value for name, value in scalars.items() if len(of_tasks) > 1 or name not in of_tasks}

@@ -28,7 +28,7 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8, so tokens too
 
 
 class TokenTexts:
-    """The texts of a tokenizer's tokens; those it has looked up once it knows."""
+    """The texts of a tokenizer's tokens; single tokens are cached."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -139,7 +139,7 @@ class _Vocabulary:
 def episodes_page(
     episodes: Iterable[ShownEpisode], tokenizer: PreTrainedTokenizerBase, *, run: str, step: int, shows_mismatch: bool
 ) -> str:
-    """Write the page. `shows_mismatch` is False when the run kept no log-probabilities of the trainer."""
+    """Write the page. `shows_mismatch` is False when the run saved no log-probabilities of the trainer."""
     vocabulary = _Vocabulary(tokenizer)
     groups: dict[int, dict[str, Any]] = {}
     for episode in sorted(episodes, key=lambda one: (one.rollout.prompt.prompt_id, one.rollout.sample_index)):

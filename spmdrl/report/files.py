@@ -70,7 +70,7 @@ def missing_steps(rows: Sequence[Row], step: int) -> list[int]:
 
 
 def is_torn(path: Path) -> bool:
-    """True when the last line of a file is incomplete: it is being written, or whoever wrote it was killed."""
+    """True when the last line of a file is incomplete: it is being written, or its writer was killed."""
     try:
         with open_ordinary(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
@@ -82,12 +82,12 @@ def is_torn(path: Path) -> bool:
 def cut_after(path: Path, step: int) -> list[Row]:
     """Remove the rows after `step` from the file, and return the others.
 
-    A run that resumes from a checkpoint repeats the later steps. A line that a killed run left incomplete goes too.
+    A run that resumes from a checkpoint repeats the later steps. A line that a killed run left incomplete is cut too.
     """
-    kept = [(row, end) for row, end in _rows_with_ends(path) if row["step"] <= step]
+    earlier = [(row, end) for row, end in _rows_with_ends(path) if row["step"] <= step]
     if path.exists():
-        os.truncate(path, kept[-1][1] if kept else 0)
-    return [row for row, _ in kept]
+        os.truncate(path, earlier[-1][1] if earlier else 0)
+    return [row for row, _ in earlier]
 
 
 class MetricsFile:

@@ -1,11 +1,12 @@
-"""Rules over a run's metrics, as data: what looks wrong in it. Each says what it saw, why that matters and what to set.
+"""Rules over a run's metrics, as a table: how a fault shows, why it matters and what to set.
 
-A rule looks at the early and the late part of a run: the first and the last tenth of its steps, `WINDOW` at least. A
+A rule compares the early and the late part of a run: the first and the last tenth of its steps, `WINDOW` at least. A
 value of a part is the median, so that one odd step is no finding. A rule that compares the two needs `MIN_STEPS`.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,15 @@ MIN_STEPS = 20  # so that the early and the late part are apart
 SPIKE_MEMORY = 20  # steps before a spike that it is compared with
 
 Check = Callable[[History], str | None]
-"""Looks at a run; returns what it saw, in numbers and steps, or None where nothing is wrong."""
+"""A check of a run: the evidence, in numbers and steps, or None where nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A way in which a run goes wrong, how it shows, and what helps."""
+    """A fault of a run, how it shows, and what helps."""
 
     name: str
-    look: Check
+    check: Check
     why: str
     remedy: str
     page: str  # of docs/
@@ -50,7 +51,7 @@ class Finding:
 
 def findings(run: History) -> list[Finding]:
     """Apply every rule to a run, in the order of `RULES`."""
-    return [Finding(rule=rule, seen=seen) for rule in RULES if (seen := rule.look(run)) is not None]
+    return [Finding(rule=rule, seen=seen) for rule in RULES if (seen := rule.check(run)) is not None]
 
 
 def late(series: Series) -> Series:
@@ -73,72 +74,53 @@ def _both(series: Series) -> tuple[float, float] | None:
     return float(np.median(early(known).values)), float(np.median(late(known).values))
 
 
-def _change(name: str, series: Series, before: float, now: float) -> str:
+def _late_median(series: Series) -> tuple[float, str] | None:
+    """The median of the late part, and its steps in words; None where it has fewer than `WINDOW` reports."""
     last = late(series.finite())
-    return (
-        f"{name} was {format_number(before)} at first and is {format_number(now)} "
-        f"(median of steps {last.steps[0]} to {last.steps[-1]})"
-    )
+    if len(last) < WINDOW:
+        return None
+    return float(np.median(last.values)), f"median of steps {last.steps[0]} to {last.steps[-1]}"
 
 
-def above(name: str, limit: float) -> Check:
-    """Looks whether a scalar stays above a limit."""
+def _change(name: str, series: Series, before: float, now: float) -> str:
+    _, steps = _late_median(series) or (now, "")
+    return f"{name} was {format_number(before)} at first and is {format_number(now)} ({steps})"
 
-    def look(run: History) -> str | None:
-        last = late(run[name].finite())
-        if len(last) < WINDOW or (now := float(np.median(last.values))) <= limit:
+
+def stays(name: str, *, above: float = math.inf, below: float = -math.inf) -> Check:
+    """Find a scalar that stays above or below a limit."""
+
+    def check(run: History) -> str | None:
+        median = _late_median(run[name])
+        if median is None or below <= median[0] <= above:
             return None
-        return (
-            f"{name} is {format_number(now)} (median of steps {last.steps[0]} to {last.steps[-1]}), "
-            f"above {format_number(limit)}"
-        )
+        now, steps = median
+        limit = f"above {format_number(above)}" if now > above else f"below {format_number(below)}"
+        return f"{name} is {format_number(now)} ({steps}), {limit}"
 
-    return look
-
-
-def below(name: str, limit: float) -> Check:
-    """Looks whether a scalar stays below a limit."""
-
-    def look(run: History) -> str | None:
-        last = late(run[name].finite())
-        if len(last) < WINDOW or (now := float(np.median(last.values))) >= limit:
-            return None
-        return (
-            f"{name} is {format_number(now)} (median of steps {last.steps[0]} to {last.steps[-1]}), "
-            f"below {format_number(limit)}"
-        )
-
-    return look
+    return check
 
 
-def grown(name: str, factor: float, *, floor: float = 0.0) -> Check:
-    """Looks whether a scalar has grown by a factor, and beyond `floor`, under which its size does not matter."""
+def changed(name: str, *, to_above: float = math.inf, to_below: float = 0.0, floor: float = 0.0) -> Check:
+    """Find a scalar that has grown by the factor `to_above`, and beyond `floor`, under which its size does not matter;
+    or one that has fallen below the fraction `to_below` of its early value."""
 
-    def look(run: History) -> str | None:
+    def check(run: History) -> str | None:
         medians = _both(run[name])
-        if medians is None or medians[1] <= max(factor * medians[0], floor):
+        if medians is None:
             return None
-        return _change(name, run[name], *medians)
+        before, now = medians
+        has_grown = now > max(to_above * before, floor) if math.isfinite(to_above) else False
+        has_shrunk = before > 0 and now < to_below * before
+        return _change(name, run[name], before, now) if has_grown or has_shrunk else None
 
-    return look
-
-
-def shrunk(name: str, fraction: float) -> Check:
-    """Looks whether a scalar has fallen below a fraction of what it was."""
-
-    def look(run: History) -> str | None:
-        medians = _both(run[name])
-        if medians is None or medians[0] <= 0 or medians[1] >= fraction * medians[0]:
-            return None
-        return _change(name, run[name], *medians)
-
-    return look
+    return check
 
 
 def counted(name: str) -> Check:
-    """Looks whether something that should not happen has happened."""
+    """Find events that should not happen, by their count."""
 
-    def look(run: History) -> str | None:
+    def check(run: History) -> str | None:
         seen = run[name].finite()
         steps = seen.steps[seen.values > 0]
         if not len(steps):
@@ -146,13 +128,13 @@ def counted(name: str) -> Check:
         when = f"in step {steps[0]}" if len(steps) == 1 else f"in {len(steps)} steps, {steps[0]} to {steps[-1]}"
         return f"{name} adds up to {seen.values.sum():g}, {when} of {run.last_step}"
 
-    return look
+    return check
 
 
 def spikes(name: str, factor: float) -> Check:
-    """Looks for values that are a multiple of the median of the `SPIKE_MEMORY` before them."""
+    """Find values that are a multiple of the median of the `SPIKE_MEMORY` before them."""
 
-    def look(run: History) -> str | None:
+    def check(run: History) -> str | None:
         seen = run[name].finite()
         ratios = [
             (float(value / usual), int(seen.steps[place]))
@@ -167,23 +149,23 @@ def spikes(name: str, factor: float) -> Check:
             f", and beyond {factor:g} times in {many} steps" if many > 1 else ""
         )
 
-    return look
+    return check
 
 
 def unmoved(name: str) -> Check:
-    """Looks whether a scalar has been the same number from the first report to the last."""
+    """Find a scalar that is the same number in all reports."""
 
-    def look(run: History) -> str | None:
+    def check(run: History) -> str | None:
         seen = run[name].finite()
         if len(seen) < 2 * WINDOW or np.ptp(seen.values) > 0:
             return None
         return f"{name} is {format_number(float(seen.values[0]))} in all of the {len(seen)} steps so far"
 
-    return look
+    return check
 
 
 def written_as_null(run: History) -> str | None:
-    """Looks for numbers of the update that were not finite."""
+    """Find numbers of the update that are not finite."""
     for name, series in run.matching("update/"):
         bad = series.steps[~np.isfinite(series.values)]
         if len(bad):
@@ -191,18 +173,18 @@ def written_as_null(run: History) -> str | None:
     return None
 
 
-def any_of(prefix: str, suffix: str, look: Callable[[str], Check]) -> Check:
-    """Looks in the same way at all scalars whose names begin and end so; returns the first thing seen."""
+def any_of(prefix: str, suffix: str, check: Callable[[str], Check]) -> Check:
+    """Apply a check to all scalars whose names begin and end so; the first finding counts."""
 
     def each(run: History) -> str | None:
-        return next((seen for name, _ in run.matching(prefix, suffix) if (seen := look(name)(run))), None)
+        return next((seen for name, _ in run.matching(prefix, suffix) if (seen := check(name)(run))), None)
 
     return each
 
 
-def without(look: Check, excuse: Callable[[History], bool]) -> Check:
-    """Looks only where there is no excuse."""
-    return lambda run: None if excuse(run) else look(run)
+def without(check: Check, excuse: Callable[[History], bool]) -> Check:
+    """Apply a check where there is no excuse."""
+    return lambda run: None if excuse(run) else check(run)
 
 
 def reward_rose(run: History) -> bool:
@@ -222,12 +204,12 @@ def _scatter(series: Series) -> float:
 
 
 def too_short(run: History) -> bool:
-    """True for a run that has only begun."""
+    """True for a run of fewer than `MIN_STEPS` steps."""
     return run.last_step < MIN_STEPS
 
 
 def mostly_right(run: History) -> bool:
-    """True when the policy answers nine tenths of the held-out prompts: then little is left to learn."""
+    """True when the policy answers nine tenths of the held-out prompts: little is left to learn."""
     accuracy = run["eval/accuracy"].finite()
     return bool(len(accuracy) and accuracy.values[-1] >= 0.9)
 
@@ -238,7 +220,7 @@ def nothing_left(run: History) -> bool:
 
 
 def reward_regressed(run: History) -> str | None:
-    """Looks whether the reward has lost more than half of what it had won."""
+    """Find a reward that has lost more than half of its gain."""
     reward = run["reward/mean"].finite()
     if len(reward) < MIN_STEPS:
         return None
@@ -255,7 +237,7 @@ def reward_regressed(run: History) -> str | None:
 
 
 def never_right(run: History) -> str | None:
-    """Looks whether no held-out answer ever counted as right while rewards were earned."""
+    """Find a run in which no held-out answer counts as right while rewards are earned."""
     accuracy, reward = run["eval/accuracy"].finite(), run["eval/reward"].finite()
     if len(accuracy) < 2 or accuracy.values.any() or not (reward.values > 0).any():
         return None
@@ -266,7 +248,7 @@ def never_right(run: History) -> str | None:
 
 
 def slower_phase(run: History) -> str | None:
-    """Looks for a phase that takes more than twice as long as at first, and a tenth of the step or more."""
+    """Find a phase that takes more than twice as long as at first, and a tenth of the step or more."""
     steps = _both(run["time/step_s"])
     if steps is None:
         return None
@@ -283,14 +265,14 @@ def slower_phase(run: History) -> str | None:
 RULES = (
     Rule(
         name="numbers that are not finite",
-        look=written_as_null,
+        check=written_as_null,
         why="a sum over tokens overflowed or divided by nothing; what follows it means little",
         remedy="look at samples.jsonl of that step; lower optim.lr, or set model.compute_dtype to bfloat16",
         page="faults.md",
     ),
     Rule(
         name="the reward never moves",
-        look=unmoved("reward/mean"),
+        check=unmoved("reward/mean"),
         why="every rollout of every step got the same reward, so no group has an advantage and nothing is learned",
         remedy="check the reward on a reference answer with --dry-run; read responses in samples.jsonl: are they in "
         "the form that the reward looks for? Else begin with easier prompts",
@@ -298,21 +280,21 @@ RULES = (
     ),
     Rule(
         name="rewards failed",
-        look=counted("reward/failed_count"),
+        check=counted("reward/failed_count"),
         why="a failed reward counts as 0, whatever the response was worth",
         remedy="read `failure` in samples.jsonl and the traceback in logs/; a time limit is reward.timeout_s",
         page="data.md#rewards",
     ),
     Rule(
         name="environments failed",
-        look=counted("episode/failed_count"),
+        check=counted("episode/failed_count"),
         why="episodes without an end are masked: their tokens are sampled and not trained on",
         remedy="read `environment_failure` in samples.jsonl and the logs of the ranks",
         page="environments.md#processes-time-and-sandboxes",
     ),
     Rule(
         name="the reward fell back",
-        look=reward_regressed,
+        check=reward_regressed,
         why="the policy was better before, and the run goes on from a worse one",
         remedy="go back to an earlier checkpoint (resume.checkpoint) with a lower optim.lr or a higher loss.kl_coef; "
         "keep the best one with checkpoint.keep_best",
@@ -321,7 +303,7 @@ RULES = (
     Rule(
         # Four groups in five are then sampled for nothing. A policy that is nearly always right cannot do better.
         name="most groups agree",
-        look=without(above("reward/equal_groups_fraction", 0.8), mostly_right),
+        check=without(stays("reward/equal_groups_fraction", above=0.8), mostly_right),
         why="a group whose rewards are all equal has no advantages: its tokens cost time and teach nothing",
         remedy="set rollout.dynamic_sampling to replace such groups, raise rollout.group_size, or choose prompts that "
         "are neither too easy nor too hard",
@@ -330,7 +312,7 @@ RULES = (
     Rule(
         # Entropy falls as a policy learns, so the limit is far below the first. Once it is right, no limit is needed.
         name="entropy collapsed",
-        look=without(shrunk("update/entropy_nats", 0.1), nothing_left),
+        check=without(changed("update/entropy_nats", to_below=0.1), nothing_left),
         why="the policy is sure of itself and no longer tries anything else, while the reward does not rise",
         remedy="raise loss.clip_high, set loss.entropy_coef or loss.entropy_target_nats, or lower optim.lr",
         page="losses.md#entropy",
@@ -338,7 +320,7 @@ RULES = (
     Rule(
         # A step then samples and trains on twice the tokens for the same reward.
         name="responses grow and the reward does not",
-        look=without(grown("rollout/response_tokens", 2.0), nothing_left),
+        check=without(changed("rollout/response_tokens", to_above=2.0), nothing_left),
         why="longer responses cost time and memory; with token_mean a long response also weighs more",
         remedy="look at samples.jsonl for repetition; set reward.overlong_tokens, or another loss.aggregation",
         page="losses.md#from-tokens-to-one-number",
@@ -346,7 +328,7 @@ RULES = (
     Rule(
         # One rollout in four is then judged by its length.
         name="many responses are cut",
-        look=above("rollout/truncated_fraction", 0.25),
+        check=stays("rollout/truncated_fraction", above=0.25),
         why="a response that is cut before its answer is punished for its length alone",
         remedy="raise rollout.max_response_tokens, or shape the reward near the limit with reward.overlong_tokens",
         page="losses.md#rewards-before-they-are-compared",
@@ -355,7 +337,7 @@ RULES = (
         # What kernels round differently is there from the first step, so growth has another cause. Below 0.001 nats a
         # token's ratio is within 0.1 % of 1, whatever the factor.
         name="engine and trainer drift apart",
-        look=grown("mismatch/mean_abs_nats", 3.0, floor=1e-3),
+        check=changed("mismatch/mean_abs_nats", to_above=3.0, floor=1e-3),
         why="rollouts are no longer samples of the policy that is trained, and gradients are of something else",
         remedy="find the tokens in worst_tokens.jsonl; correct with correction.level, or set true_on_policy",
         page="agreement.md#correct-for-it",
@@ -363,7 +345,7 @@ RULES = (
     Rule(
         # Half of the tokens would do as well if they had equal weights: that is what the number says.
         name="engine and trainer disagree",
-        look=below("mismatch/effective_fraction", 0.5),
+        check=stays("mismatch/effective_fraction", below=0.5),
         why="a few tokens carry most of the weight, so the gradient is that of few samples",
         remedy="set limits in [mismatch.stop], correct with correction.level, or set true_on_policy",
         page="agreement.md#set-limits",
@@ -371,7 +353,7 @@ RULES = (
     Rule(
         # At half a nat a token, ten tokens are e^5, about 150 times, as likely as under the reference.
         name="the policy has left the reference",
-        look=any_of("update/k", "_ref_nats", lambda name: above(name, 0.5)),
+        check=any_of("update/k", "_ref_nats", lambda name: stays(name, above=0.5)),
         why="it writes what the reference would not, and may earn its reward by that rather than by better answers",
         remedy="raise loss.kl_coef, or lower optim.lr",
         page="losses.md#kl-to-the-reference",
@@ -379,7 +361,7 @@ RULES = (
     Rule(
         # One token in five is then left out of the gradient that the loss asks for.
         name="many ratios are clipped",
-        look=above("update/clip_fraction", 0.2),
+        check=stays("update/clip_fraction", above=0.2),
         why="clipped tokens give no gradient: the steps are larger than the clip allows for",
         remedy="lower optim.lr or loss.updates_per_step, or widen loss.clip_low and loss.clip_high",
         page="losses.md#the-policy-loss",
@@ -387,7 +369,7 @@ RULES = (
     Rule(
         name="the gradient spikes",
         # An order of magnitude, so that scatter between steps is no finding.
-        look=spikes("update/grad_norm", 10.0),
+        check=spikes("update/grad_norm", 10.0),
         why="one such step can undo many, although optim.max_grad_norm bounds its size",
         remedy="look at samples.jsonl of that step; lower optim.max_grad_norm or optim.lr, or lengthen "
         "optim.warmup_steps",
@@ -396,7 +378,7 @@ RULES = (
     Rule(
         # A critic below 0 predicts worse than a constant would. One that has not learned yet may be there.
         name="the critic explains nothing",
-        look=without(below("critic/explained_variance", 0.0), too_short),
+        check=without(stays("critic/explained_variance", below=0.0), too_short),
         why="its values are noise in every advantage",
         remedy="raise critic.lr or critic.warmup_steps, or use an estimator that needs no critic",
         page="losses.md#ppo-with-a-critic",
@@ -404,21 +386,21 @@ RULES = (
     Rule(
         # As if one rank in four had nothing to do.
         name="ranks wait for each other",
-        look=above("batch/idle_fraction", 0.25),
+        check=stays("batch/idle_fraction", above=0.25),
         why="the time of an update is that of its fullest rank, and the others are idle meanwhile",
         remedy="raise rollout.prompts_per_step, lower pack.max_tokens_per_micro_batch, or set pack.balance to flops",
         page="packing.md#how-it-is-balanced",
     ),
     Rule(
         name="a phase has become slow",
-        look=without(slower_phase, lambda run: grown("rollout/response_tokens", 1.5)(run) is not None),
+        check=without(slower_phase, lambda run: changed("rollout/response_tokens", to_above=1.5)(run) is not None),
         why="nothing that the run does has grown as much: another program, a full disk or a slow host may be behind it",
         remedy="see which rank is last with spmdrl ps, and what else its host does",
         page="faults.md#looking-at-a-run",
     ),
     Rule(
         name="no answer counts as right",
-        look=never_right,
+        check=never_right,
         why="accuracy is the share of answers with full marks: either none has earned them yet, or these rewards have "
         "another maximum",
         remedy="read samples.jsonl; if its best answers are right, set eval.success_at to the reward of such answers",

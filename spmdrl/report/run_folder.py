@@ -140,7 +140,7 @@ class RunFolder:
 
     @property
     def rollouts(self) -> Path:
-        """One directory per step whose rollouts were kept; optional."""
+        """One directory per step whose rollouts were saved; optional."""
         return self.path / "rollouts"
 
     def episodes(self, step: int) -> Path:
@@ -231,7 +231,7 @@ class RunFolder:
         return f"{self.metrics.name} has no row of {steps} {named}, although {were} finished" if missing else None
 
     def gap_notes(self, checkpoints: Path, step: int) -> Iterator[str]:
-        """Yield a note about `gap` for a run that goes on with a checkpoint; after another run's it has no rows yet."""
+        """Yield a note about `gap` for a run that resumes from a checkpoint; after another run's it has no rows yet."""
         if checkpoints == self.checkpoints and (gap := self.gap(step)):
             yield f"{gap}; the file was cut, or rows were removed: training is not affected, but charts have a gap"
 

@@ -59,7 +59,7 @@ class Snapshot:
     trouble: str  # why something could not be read; empty where all was
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """True once a launch has left a trace."""
         return bool(self.rows or self.ranks)
 
@@ -68,7 +68,7 @@ class Snapshot:
         """The run in a few words."""
         if self.verdict:
             return "ended: see below"
-        if not self.begun:
+        if not self.has_started:
             return "not begun"
         states = {rank.state for rank in self.ranks}
         if not states:

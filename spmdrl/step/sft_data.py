@@ -10,7 +10,7 @@ import torch
 from spmdrl.algo.metrics import Mean, Metrics, merge_all
 from spmdrl.config import SftConfig
 from spmdrl.conversation import num_images
-from spmdrl.data.stream import Pair
+from spmdrl.data.stream import TrainingPair
 from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import expanded
@@ -40,7 +40,7 @@ class PairEncoder:
             images=inputs.images,
         )
 
-    def __call__(self, pair: Pair, index: int) -> TrainingSequence:
+    def __call__(self, pair: TrainingPair, index: int) -> TrainingSequence:
         """Return prompt, responses with an end-of-sequence token each, and between them what was said to the policy.
 
         Raises UserError when too much follows the prompt.
@@ -114,7 +114,7 @@ class HeldOutLoss:
         return Evaluation(merge_all(parts) if self._meshes.is_data_leader else {})
 
 
-def describe(pair: Pair, sequence: TrainingSequence) -> Sequence[str]:
+def describe(pair: TrainingPair, sequence: TrainingSequence) -> Sequence[str]:
     """Return lines about a pair for --dry-run."""
     said = [exchange.response for exchange in pair.exchanges]
     shown = repr(said[0]) if len(said) == 1 else f"{len(said)} responses, the first {said[0]!r}"

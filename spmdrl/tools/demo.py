@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_by_user = dict(setting.partition("=")[::2] for setting in arguments.override)
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
-    begun = f"{folder}/{name}"
+    run_folder = f"{folder}/{name}"
     is_adapted = config == "demo" and any(setting.startswith("lora.") for setting in set_by_user)
     warm_start = ADAPTED_START if is_adapted else f"{config}-sft"
     sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{warm_start}.toml"), f"run.dir={folder}"]
-    sft += [f"run.name={name}-sft", f"model.path={begun}-base", *_held_out(arguments.task, set_by_user)]
+    sft += [f"run.name={name}-sft", f"model.path={run_folder}-base", *_held_out(arguments.task, set_by_user)]
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
-    rl += [f"run.name={name}", f"model.path={begun}-sft/hf", *_code_of_ours(config)]
+    rl += [f"run.name={name}", f"model.path={run_folder}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
         rl += ["rollout.engine=sglang", *TASKS[arguments.task].with_sglang]
     if is_adapted:
@@ -86,13 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages: dict[str, list[list[str]]] = {
         "1/3 a tiny model, warm-started by supervised fine-tuning": [
             *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if config != "demo" else []),
-            ["spmdrl.tools.tiny_model", f"{begun}-base", *TASKS[arguments.task].model_options],
-            [*rl, f"model.path={begun}-base", *nproc, _CHECK],  # a mistake is told before anything is trained
+            ["spmdrl.tools.tiny_model", f"{run_folder}-base", *TASKS[arguments.task].model_options],
+            [*rl, f"model.path={run_folder}-base", *nproc, _CHECK],  # a mistake is told before anything is trained
             [*sft, *nproc],
         ],
         f"2/3 reinforcement learning on {arguments.nproc} ranks": [[*rl, *nproc]],
         "3/3 the exported model, loaded by transformers, on the same held-out prompts": [
-            ["spmdrl.tools.evaluate", begun]
+            ["spmdrl.tools.evaluate", run_folder]
         ],
     }
     with Requests() as requests:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if code in ENDED_BY_SIGNAL and not _tells_its_end(program):
                         say(f"interrupted in {title}; the same command begins a new run", sys.stderr)
                     return code
-    say(f"curves: {begun}/curves.png    tensorboard --logdir {begun}/tensorboard")
+    say(f"curves: {run_folder}/curves.png    tensorboard --logdir {run_folder}/tensorboard")
     return 0
 
 

@@ -1,5 +1,5 @@
 """`python -m spmdrl.tools.doctor`: reports what is installed here, and what is missing to train or sample.
-`python -m spmdrl.tools.doctor RUN`: reports what looks wrong in a run, why it matters and what to set.
+`python -m spmdrl.tools.doctor RUN`: reports what is likely wrong in a run, why it matters and what to set.
 
 The first must run on machines where nothing works yet, so it imports no part of spmdrl that needs another package.
 """
@@ -54,7 +54,7 @@ _PACKAGES = (
 
 @bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0, 1 when something looks wrong in a run, 2 when there is no such run."""
+    """Entry point; returns the exit code: 0, 1 when a run has a finding, 2 when there is no such run."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help="a run's folder, such as runs/demo")
     run = parser.parse_args(argv).run
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine_run(path: Path) -> int:
-    """Print what looks wrong in a run; returns the exit code."""
+    """Print the findings of a run; returns the exit code."""
     # Imported here because the machine is examined where the packages that these need may be missing.
     from spmdrl.report.findings import checkup, damages, findings
     from spmdrl.report.run_folder import read_run

@@ -261,8 +261,8 @@ def _image_column(record: Mapping[str, Any], given: str | None, model_config: An
 
 
 def _run_name(text: str) -> str:
-    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
-    return kept.lstrip("._-") or "run"
+    name = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
+    return name.lstrip("._-") or "run"
 
 
 def measure(choices: Choices) -> Measured:

@@ -25,7 +25,7 @@ Program = Callable[..., int]
 
 
 class ToolConsole(Console):
-    """rich's console for a tool's page; a reader that has gone is told by BrokenPipeError, as `say` tells it."""
+    """rich's console for a tool's page; a reader that has gone raises BrokenPipeError, as in `say`."""
 
     def on_broken_pipe(self) -> None:
         raise  # rich calls this where it has caught the error, and would end the process itself
@@ -34,7 +34,7 @@ class ToolConsole(Console):
 def program(what: str) -> Callable[[Main], Program]:
     """Make a function of the arguments the main function of a tool, which returns the exit code.
 
-    A UserError, and an error of the disk, is told after `what`, such as "cannot export", by the first rank.
+    A UserError, and an error of the disk, is printed after `what`, such as "cannot export", by the first rank.
     """
 
     def decorate(main: Main) -> Program:

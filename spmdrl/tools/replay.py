@@ -1,8 +1,8 @@
 """`python -m spmdrl.tools.replay RUN --step N`: compute a recorded step again, without an engine.
 
-From the rollouts that `debug.save_rollouts` kept and the weights before the step come advantages, loss and gradients;
-what differs from those of the run is told. Under torchrun on as many ranks as trained, and on the same machine, nothing
-does. The run's folder is only read.
+From the rollouts that `debug.save_rollouts` saved and the weights before the step come advantages, loss and gradients;
+what differs from those of the run is printed. Under torchrun on as many ranks as trained, and on the same machine,
+nothing does. The run's folder is only read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Replay:
 def replay(path: Path, step: int) -> Replay:
     """Compute the step again on the ranks that torchrun started; every one of them must call this.
 
-    Raises UserError when the step, or the weights before it, were not kept, and TrainingDiverged as the run did.
+    Raises UserError when the step, or the weights before it, were not saved, and TrainingDiverged as the run did.
     """
     folder = RunFolder(path)
     folder.require_launch()
@@ -110,7 +110,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
 
 
 def _images_of(run: Run[Config], policy: Policy, parts: Sequence[Recording]) -> Images:
-    """Return what looks at the images of the step: those of prompts are read from the run's data again."""
+    """Return the encoder of the step's images: those of prompts are read from the run's data again."""
     options: dict[str, Any] = {"dtype": run.dtype, "max_patches": run.cfg.pack.max_patches_per_pass}
     if not any(one.images for part in parts for rollout, _ in part.outcomes for one in rollout.trajectories):
         return Images(policy, None, run.meshes, **options)
@@ -151,7 +151,7 @@ def lines(found: Replay, step: int) -> Iterator[str]:
     apart = difference(found.before, found.now)
     num_tokens = sum(len(advantages) for advantages in advantages_of_all(found.now).values())
     if apart.same_parts:
-        yield from _told("weights before the step", len(found.now[0].weights), apart.weights)
+        yield from _difference_lines("weights before the step", len(found.now[0].weights), apart.weights)
     yield f"advantages of {num_tokens} tokens: largest difference {apart.advantages:g}"
     for name, distance in apart.numbers.items():
         before = found.before[0].numbers.get(name)
@@ -159,7 +159,7 @@ def lines(found: Replay, step: int) -> Iterator[str]:
     if apart.same_parts:
         worst = sorted(apart.gradients, key=lambda name: -apart.gradients[name])
         sizes = [f"{name} by about {apart.gradients[name]:.1e} of its norm" for name in worst]
-        yield from _told("gradients", len(found.now[0].gradients), sizes)
+        yield from _difference_lines("gradients", len(found.now[0].gradients), sizes)
     else:
         yield (
             f"{len(found.before)} ranks trained, and here are {len(found.now)}: each has other parts of weights and "
@@ -168,7 +168,7 @@ def lines(found: Replay, step: int) -> Iterator[str]:
     yield f"step {step}: no difference" if apart.is_none else f"step {step}: different"
 
 
-def _told(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
+def _difference_lines(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
     if not differing:
         yield f"{what}: all {count} the same to the last bit"
         return

@@ -52,7 +52,7 @@ def watch(argv: Sequence[str] | None = None) -> None:
     watcher, console = Watcher(given.run), ToolConsole()
     if given.once or not console.is_terminal:
         snapshot = watcher.read(now=time.time())
-        if not snapshot.begun:
+        if not snapshot.has_started:
             raise UserError(f"{watcher.path} holds no run; name a run's folder, such as runs/demo")
         console.print(watch_page(snapshot, width=console.width))
         return

@@ -120,7 +120,7 @@ def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:
     assert size.shard == sharded.shard - linears // 2
     in_bits = linears // 2 + 4 * linears // 64
     assert after.weights == before.weights - linears + in_bits
-    assert after.gathered < before.gathered and size.largest_kept == 48 * 80
+    assert after.gathered < before.gathered and size.largest_quantized == 48 * 80
     assert planned(base="8bit")[1].weights == after.weights + linears // 2
 
 

@@ -12,7 +12,7 @@ import pytest
 from spmdrl.config import FileData
 from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.sources import Exchange, FileSource, Row
-from spmdrl.data.stream import Pair
+from spmdrl.data.stream import TrainingPair
 from spmdrl.data.vision import NO_IMAGES
 from spmdrl.step.sft_data import PairEncoder
 from spmdrl.tools.tiny_model import character_tokenizer
@@ -101,7 +101,7 @@ def encoded(messages: list[dict[str, Any]], tmp_path: Path, *, turns: Any, max_t
         metadata={},
     )
     assert one.response is not None
-    pair = Pair(prompt, one.where, (Exchange((), one.response), *one.later))
+    pair = TrainingPair(prompt, one.where, (Exchange((), one.response), *one.later))
     sequence = PairEncoder(cfg, inputs)(pair, 3)  # type: ignore[arg-type]
     trained = [token for token, on in zip(sequence.token_ids, sequence.loss_mask, strict=True) if on]
     return tokenizer.decode(list(sequence.token_ids)), tokenizer.decode(trained)

@@ -239,7 +239,7 @@ def test_a_parquet_file_that_is_larger_than_what_is_kept_gives_the_same_rows_in_
     records = [{"prompt": f"question {i}", "answer": str(i), "notes": ["n" * (i % 9)] * 3} for i in range(300)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "p", row_group_size=row_group_size)
     expected = FileSource(FileData(kind="parquet", path=str(tmp_path / "p")), seed=3)
-    monkeypatch.setattr(rows, "_KEPT_BYTES", pyarrow.Table.from_pylist(records).nbytes // 10)
+    monkeypatch.setattr(rows, "_CACHED_BYTES", pyarrow.Table.from_pylist(records).nbytes // 10)
     monkeypatch.setattr(rows, "_BATCH_ROWS", 16)
     source = FileSource(FileData(kind="parquet", path=str(tmp_path / "p")), seed=3)
     passes = Counter[int]()
@@ -248,12 +248,12 @@ def test_a_parquet_file_that_is_larger_than_what_is_kept_gives_the_same_rows_in_
 
     def counted(group: int) -> Iterator[Any]:
         passes[group] += 1
-        kept.append(sum(part.num_bytes for part in source._rows._kept.values()))
+        kept.append(sum(part.num_bytes for part in source._rows._cached.values()))
         return read(group)
 
     monkeypatch.setattr(source._rows, "_batches", counted)
     assert [source.row(index) for index in range(600)] == [expected.row(index) for index in range(600)]
-    assert max(kept) <= 1.2 * rows._KEPT_BYTES, "small batches have room to spare"
+    assert max(kept) <= 1.2 * rows._CACHED_BYTES, "small batches have room to spare"
     assert max(passes.values()) <= 2 * 20, "an epoch is ten times what is kept"
     assert source.row(0) == expected.row(0) and source.row(0) == expected.row(0)
 
@@ -267,7 +267,7 @@ def test_a_file_that_is_written_to_during_a_run_is_noticed(
         file = FileData(kind="parquet", path=str(tmp_path / "p"))
         table = pyarrow.Table.from_pylist([{"prompt": f"question {i}", "answer": str(i)} for i in range(50)])
         pyarrow.parquet.write_table(table, tmp_path / "p", row_group_size=5)
-        monkeypatch.setattr(rows, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(rows, "_CACHED_BYTES", 0)
     source = FileSource(file, seed=0)
     with open(file.path, "ab") as appended:
         appended.write(b"\n")

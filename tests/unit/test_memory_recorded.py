@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.memory.blocks import Blocks, Unit, Weight, gathering, reducing
+from spmdrl.memory.blocks import Blocks, ShardedWeight, Unit, gathering, reducing
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -63,7 +63,7 @@ def test_blocks_are_cut_and_joined_as_torch_does() -> None:
 
 
 def test_one_rank_gathers_nothing_and_copies_keep_two_of_each_gradient() -> None:
-    units = [Unit((Weight(MIB, 1),))] * 3
+    units = [Unit((ShardedWeight(MIB, 1),))] * 3
     assert gathering(units, weight_bytes=4, compute_bytes=2) == 0
     # Of 4 MiB each; five of them come from a segment.
     assert [reducing(units, copies=copies) for copies in (1, 2)] == [20 * MIB, 40 * MIB]

@@ -20,7 +20,7 @@ from spmdrl.faults import slurm, supervise
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.rank_status import own_host
-from spmdrl.faults.slurm import Job, after, job_of
+from spmdrl.faults.slurm import SlurmJob, after, job_of
 from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch, tell
 from spmdrl.faults.verdict import (
     EXIT_HANG,
@@ -211,7 +211,7 @@ def test_a_request_before_the_check_is_not_forgotten(
     with Requests() as requests, starter_of() as starter:
         os.kill(os.getpid(), signal.SIGUSR1)
         ending = launch(starter, requests)
-    assert (ending.code, ending.reason, ending.told) == (EXIT_REQUEUE, "SIGUSR1", True)
+    assert (ending.code, ending.reason, ending.requested) == (EXIT_REQUEUE, "SIGUSR1", True)
 
 
 def test_a_check_that_fails_starts_nothing(start: Callable[..., Ending], run: Path) -> None:
@@ -232,7 +232,7 @@ def test_ranks_that_are_ended_before_they_have_met_do_not_end_without_a_word(
 ) -> None:
     ending = start(f"os.kill(os.getpid(), signal.{number.name})")
     assert ending.text.startswith(f"the ranks were ended by {number.name} before they had joined each other")
-    assert (ending.code, ending.told, ending.advanced) == (EXIT_REQUEUE, False, False)
+    assert (ending.code, ending.requested, ending.advanced) == (EXIT_REQUEUE, False, False)
 
 
 def test_exit_codes_of_the_ranks_are_those_of_the_launch(start: Callable[..., Ending]) -> None:
@@ -399,15 +399,15 @@ def test_an_array_job_runs_as_many_runs(stubs: Stubs) -> None:
 
 
 @pytest.fixture
-def job(stubs: Stubs) -> Job:
+def job(stubs: Stubs) -> SlurmJob:
     return job_of(ALLOCATION)
 
 
 def stopped(**changes: object) -> Ending:
-    return Ending(**({"code": EXIT_REQUEUE, "reason": "SIGUSR1", "told": True, "advanced": True} | changes))
+    return Ending(**({"code": EXIT_REQUEUE, "reason": "SIGUSR1", "requested": True, "advanced": True} | changes))
 
 
-def test_a_job_goes_back_into_the_queue_only_if_that_brings_it_further(stubs: Stubs, job: Job) -> None:
+def test_a_job_goes_back_into_the_queue_only_if_that_brings_it_further(stubs: Stubs, job: SlurmJob) -> None:
     assert after(job, stopped()) == "job 12123 is put back into the queue"
     assert stubs.calls[-1] == "scontrol requeue 12123"
     before = stubs.calls
@@ -420,18 +420,18 @@ def test_a_job_goes_back_into_the_queue_only_if_that_brings_it_further(stubs: St
     assert "could not be put back" in after(job, stopped())
 
 
-def test_a_job_whose_ranks_alone_were_told_to_stop_begins_once_more(stubs: Stubs, job: Job) -> None:
+def test_a_job_whose_ranks_alone_were_told_to_stop_begins_once_more(stubs: Stubs, job: SlurmJob) -> None:
     """It was preempted, or a signal of its last life came late: not even the loss of all work is the job's doing."""
     for advanced in (True, False):
-        ending = stopped(reason="SIGTERM", told=False, advanced=advanced)
+        ending = stopped(reason="SIGTERM", requested=False, advanced=advanced)
         assert after(job, ending) == "job 12123 is put back into the queue"
     often = dataclasses.replace(job, restarts=slurm.MOST_RESTARTS)
-    told = after(often, stopped(reason="SIGTERM", told=False, advanced=False))
+    told = after(often, stopped(reason="SIGTERM", requested=False, advanced=False))
     assert "is not put back" in told and "--time" not in told
 
 
 @pytest.mark.parametrize("code", [EXIT_LOST_RANK, EXIT_HANG])
-def test_a_job_that_has_lost_a_node_goes_back_before_slurm_has_noticed(stubs: Stubs, job: Job, code: int) -> None:
+def test_a_job_that_has_lost_a_node_goes_back_before_slurm_has_noticed(stubs: Stubs, job: SlurmJob, code: int) -> None:
     stubs.add("sinfo")
     assert after(job, Ending(code=code)) == "", "all nodes answer: the rank has ended by itself"
     stubs.add("sinfo", prints="node8\\nnode8\\n")  # once for each partition
@@ -440,4 +440,4 @@ def test_a_job_that_has_lost_a_node_goes_back_before_slurm_has_noticed(stubs: St
         "sinfo --noheader --dead --Node --nodes=node[7-8] --format=%N",
         "scontrol requeue 12123",
     ]
-    assert after(job, Ending(code=code, told=True)) == "", "SLURM has ended the job itself"
+    assert after(job, Ending(code=code, requested=True)) == "", "SLURM has ended the job itself"

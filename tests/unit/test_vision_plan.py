@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from spmdrl.config import ModelConfig
 from spmdrl.memory.device import GIB
-from spmdrl.memory.images import engine_bytes, kept_bytes, pass_bytes
+from spmdrl.memory.images import engine_bytes, pass_bytes, saved_bytes
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.trunk import Trunk
 from spmdrl.preflight.checks import vision_problems
@@ -49,7 +49,7 @@ def test_a_frozen_tower_has_weights_and_nothing_more(tmp_path: Path, save) -> No
     assert "images" not in looking and trained.tower is not None
     # A micro-batch of 64 tokens has 4 sequences of 16, of which 8 are prompts; a step has 8 prompts.
     patches = 4 * 8 * trained.tower.patches_per_token
-    waiting = kept_bytes(trained.tower, level="none", every_layers=1, num_patches=patches, compute_bytes=2)
+    waiting = saved_bytes(trained.tower, level="none", every_layers=1, num_patches=patches, compute_bytes=2)
     assert looking["forward-backward"].device["activations of images"] == waiting
     assert looking["save"].host["pixels of images"] == 2 * 4 * patches * trained.tower.patch_values
     assert not {"activations of images", "pixels of images"} & {
@@ -80,7 +80,7 @@ def test_what_a_trained_tower_keeps_is_what_the_formula_says(
             features = trunk.encode([one.pixels for one in shown], [one.grid for one in shown])
             measured = watch.live_bytes
         sizes = {"num_patches": patches, "compute_bytes": dtype.itemsize}
-        predicted = kept_bytes(tower, level=level, every_layers=every_layers, **sizes)
+        predicted = saved_bytes(tower, level=level, every_layers=every_layers, **sizes)
         assert 0.85 < predicted / measured < 1.15, (level, every_layers, predicted / measured)
         del features
 

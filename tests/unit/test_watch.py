@@ -54,7 +54,7 @@ def test_a_terminal_shows_the_run_as_it_goes_on_and_is_given_back(run: Path) -> 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path / "later")
     snapshot = watcher.read(now=time.time())
-    assert (snapshot.begun, snapshot.state) == (False, "not begun") and "not begun" in shown(snapshot)
+    assert (snapshot.has_started, snapshot.state) == (False, "not begun") and "not begun" in shown(snapshot)
     run = as_if_running(tmp_path)
     run.rename(tmp_path / "later")
     snapshot = watcher.read(now=time.time())
