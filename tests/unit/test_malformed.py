@@ -550,6 +550,8 @@ MODEL = {
         for does, text, says in (
             ("divides by zero", "{{ 1 / 0 }}", "division by zero"),
             ("raises", "{{ raise_exception('not so') }}", "not so"),
+            ("reaches for Python", "{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str'"),
+            ("reads a file", "{% include '/etc/passwd' %}", "no loader for this environment"),
             ("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
             ("wants more memory than there is", "{{ 'x' * 10 ** 15 }}", "MemoryError"),
             ("says half a character", "{{ '\\ud800' }}", "its text is not valid Unicode"),
@@ -882,6 +884,18 @@ def test_one_sentence_and_the_exit_code(
     # A traceback only of code of the user's own.
     assert "Traceback" not in said or name.startswith("function: ")
     assert not case.dry_run or name.startswith("folder: ") or not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_code_beside_a_model_runs_only_where_it_is_trusted(folder: Path, is_trusted: bool) -> None:
+    ran = folder / "ran"
+    own = f"import transformers\nopen({str(ran)!r}, 'w')\nclass Own(transformers.PreTrainedTokenizerFast): pass\n"
+    (folder / "model/own.py").write_text(own)
+    named = {"auto_map": {"AutoTokenizer": [None, "own.Own"], "AutoProcessor": "own.Own"}, "tokenizer_class": "Own"}
+    json_with("model/tokenizer_config.json", **named)(folder)
+    (folder / "model/preprocessor_config.json").write_text(json.dumps(named))
+    assert main([str(folder / "c.toml"), f"model.trust_remote_code={str(is_trusted).lower()}", "--dry-run"]) == 0
+    assert ran.exists() is is_trusted
 
 
 @pytest.fixture(scope="module")
