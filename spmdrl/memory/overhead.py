@@ -58,7 +58,6 @@ class Overhead:
 
     @property
     def while_sampling(self) -> Parts:
-        """Parts that are there while the engine samples."""
         return {**self.rank, **self.engine, **self.awake}
 
 
