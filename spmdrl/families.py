@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,14 @@ class SGLangFamily:
     splits_embedding: bool = True  # False: every device of an engine has it whole
     has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
     checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
+
+
+@dataclass(frozen=True, slots=True)
+class LogitSetting:
+    """A setting of config.json by which a family's model changes what its head computes."""
+
+    name: str
+    use: Literal["factor", "divisor", "softcap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +56,15 @@ class ModelFamily:
     has_transposed_experts: bool = False
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
     reads_short_factors_only: bool = False
+    # What follows its head; other families ignore settings of these names, which says nothing about their meaning.
+    logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
 
+
+_COMMAND_R = LogitSetting("logit_scale", "factor")
+_GRANITE = LogitSetting("logits_scaling", "divisor")
+_CAPPED = LogitSetting("final_logit_softcapping", "softcap")
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily(classes="Llama", has_fused_layers=True, has_dense_decoder=True, exact_engines=("torch",)),
@@ -75,8 +93,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
-    "gemma3": ModelFamily(vision="fixed"),
-    "gemma3_text": ModelFamily(sglang=SGLangFamily(splits_embedding=False)),
+    "gemma2": ModelFamily(logits=_CAPPED),
+    "gemma3": ModelFamily(vision="fixed", logits=_CAPPED),
+    "gemma3_text": ModelFamily(logits=_CAPPED, sglang=SGLangFamily(splits_embedding=False)),
+    "nanochat": ModelFamily(logits=_CAPPED),
+    "cohere": ModelFamily(logits=_COMMAND_R),
+    "cohere2": ModelFamily(logits=_COMMAND_R),
+    "granite": ModelFamily(logits=_GRANITE),
+    "granitemoe": ModelFamily(logits=_GRANITE),
+    "granitemoeshared": ModelFamily(logits=_GRANITE),
+    "hyperclovax": ModelFamily(logits=LogitSetting("logits_scaling", "factor")),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()
@@ -90,6 +116,36 @@ def family_of(config: Any) -> ModelFamily:
 def layer_class(model_type: str, name: str) -> str:
     """Return the full name of transformers' class for a kind of layer, such as "RMSNorm", in a family's files."""
     return f"transformers.models.{model_type}.modeling_{model_type}.{FAMILIES[model_type].classes}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScale:
+    """A model's logits by the output x of its head: c tanh(x / c) with a soft cap c, else factor x."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitScale:
+        """Read it from transformers' config. Raises ValueError for a setting that is not known to be used so."""
+        text, setting = config.get_text_config(), family_of(config).logits
+        values = {name: getattr(text, name, None) for name in LOGIT_SETTINGS}
+        for name, value in values.items():
+            is_cap = name == "final_logit_softcapping"
+            if value not in ((None, 0) if is_cap else (None, 1)) and (setting is None or setting.name != name):
+                raise ValueError(f"{config.model_type} with {name} = {value} is not supported")
+        value = None if setting is None else values[setting.name]
+        if setting is None or not value:
+            return cls()
+        if setting.use == "softcap":
+            return cls(softcap=value)
+        return cls(factor=value if setting.use == "factor" else 1 / value)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the logits of the model for those of its head, which are the same where it does nothing to them."""
+        if self.softcap is not None:
+            return (logits / self.softcap).tanh() * self.softcap
+        return logits if self.factor == 1.0 else logits * self.factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class Plan:
         return self.checkpoint_every > 0 and (step % self.checkpoint_every == 0 or step == self.num_steps)
 
     def exports_after(self, step: int) -> bool:
+        """True when the model is exported after this step."""
         return self.export_every > 0 and step % self.export_every == 0
 
     def evaluates_after(self, step: int) -> bool:

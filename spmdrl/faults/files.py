@@ -59,9 +59,11 @@ class FaultFiles:
         return self.folder / "ranks"
 
     def status_of(self, rank: int) -> Path:
+        """The status file of one rank."""
         return self.statuses / f"rank-{rank}.json"
 
     def log_of(self, rank: int) -> Path:
+        """The log of one rank."""
         return self.folder / "logs" / f"rank-{rank}.log"
 
     def flight_record_of(self, rank: int) -> Path:

@@ -38,6 +38,7 @@ class SlurmJob:
 
     @property
     def num_ranks(self) -> int:
+        """The ranks of the run."""
         return self.num_nodes * self.ranks_per_node
 
     @property

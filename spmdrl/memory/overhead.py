@@ -58,6 +58,7 @@ class Overhead:
 
     @property
     def while_sampling(self) -> Parts:
+        """Parts that are there while the engine samples."""
         return {**self.rank, **self.engine, **self.awake}
 
 

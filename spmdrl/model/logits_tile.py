@@ -1,7 +1,7 @@
 """A tile of logits [N, W], N tokens by W entries of the vocabulary: reduced, or replaced by its gradient.
 
 This is the implementation in torch; `logits_tile_triton` is the one for CUDA. z are the logits over the temperature,
-p is the softmax over the whole vocabulary, and H its entropy.
+p is the softmax over the whole vocabulary, and H its entropy. With a soft cap c, a logit x counts as c tanh(x / c).
 
 A summary [4, N] float32 of a part of the vocabulary holds, for each token: the largest z; the sums of exp(z - largest)
 and of exp(z - largest) (z - largest); the target's z, or 0 when the target is in another part.
@@ -22,7 +22,14 @@ class Tile(Protocol):
     """An implementation of both operations, which may overwrite the logits; a module with these functions is one."""
 
     def summary(
-        self, logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        *,
+        temperature: float,
+        softcap: float | None = None,
+        before: Tensor | None = None,
     ) -> Tensor:
         """Summarise the tile's part of the vocabulary, and the parts before it."""
         ...
@@ -38,8 +45,9 @@ class Tile(Protocol):
         entropy: Tensor,
         by_logprob: Tensor,
         by_entropy: Tensor | None,
+        softcap: float | None = None,
     ) -> Tensor:
-        """Compute the gradient of a loss by z."""
+        """Compute the temperature times the gradient of a loss by the logits."""
         ...
 
 
@@ -55,12 +63,20 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack([top, total, weighted, one[3] + other[3]])
 
 
-def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
+def summary(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
     """Return the summary [4, N] of a tile [N, W], merged with that of the parts `before` it.
 
     targets [N] are entries of the vocabulary, and may lie outside of the tile, whose first column is entry `start`.
     """
-    z = _scaled(logits, temperature)
+    z = _scaled(logits, temperature, softcap)
     is_inside, columns = _inside(targets - start, z.shape[1])
     target = z.gather(-1, columns)[:, 0].where(is_inside, 0.0)
     largest = z.clamp_min_(FORBIDDEN).amax(-1)
@@ -80,14 +96,19 @@ def gradient(
     entropy: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Compute the gradient of a loss by z, [N, W] in the dtype of the logits; targets and start are as in `summary`.
+    """Compute the temperature times the gradient of a loss by the logits, [N, W] in their dtype: that by z, without a
+    soft cap. targets and start are as in `summary`.
 
     log_normalizer and entropy are those of each token's whole distribution, in nats. by_logprob and by_entropy are the
     loss's derivatives by the target's log-probability and by the entropy; by_entropy is None where that is unused. All
-    are [N] float32. d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
+    are [N] float32. d logp_target / dz = onehot - p, and dH / dz = -p (log p + H); the slope of a soft cap is
+    1 - tanh(x / c)^2.
     """
-    log_p = _scaled(logits, temperature).sub_(log_normalizer[:, None])
+    z = _scaled(logits, temperature, softcap)
+    slope = None if softcap is None else z.mul(temperature / softcap).square_().neg_().add_(1.0)
+    log_p = z.sub_(log_normalizer[:, None])
     if by_entropy is None:
         grad = log_p.exp_().mul_(-by_logprob[:, None])
     else:
@@ -95,12 +116,15 @@ def gradient(
         constant = -(by_logprob + by_entropy * entropy)
         grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
     is_inside, columns = _inside(targets - start, grad.shape[1])
-    return grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None]).to(logits.dtype)
+    grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None])
+    return (grad if slope is None else grad.mul_(slope)).to(logits.dtype)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def _scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
     """Return z in float32; overwrites float32 logits."""
     wide = logits.float()
+    if softcap is not None:
+        wide = wide.div_(softcap).tanh_().mul_(softcap)
     return wide if temperature == 1.0 else wide.div_(temperature)
 
 

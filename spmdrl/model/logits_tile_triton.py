@@ -26,7 +26,15 @@ _BLOCK = 4096  # logits of one token that a program holds at a time, 16 in each 
 _WARPS = 8
 
 
-def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, before: Tensor | None = None) -> Tensor:
+def summary(
+    logits: Tensor,
+    targets: Tensor,
+    start: int,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
     """`logits_tile.summary`; leaves the logits as they are."""
     num_tokens, width = logits.shape
     assert logits.stride(1) == targets.stride(0) == 1, "rows are read as they lie in memory"
@@ -38,6 +46,7 @@ def summary(logits: Tensor, targets: Tensor, start: int, *, temperature: float, 
         targets,
         start,
         temperature,
+        softcap,
         None if before is None else before.contiguous(),
         after,
         num_tokens,
@@ -58,6 +67,7 @@ def gradient(
     entropy: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`logits_tile.gradient`; overwrites the logits."""
     num_tokens, width = logits.shape
@@ -70,6 +80,7 @@ def gradient(
         targets,
         start,
         temperature,
+        softcap,
         log_normalizer,
         entropy,
         by_logprob,
@@ -82,8 +93,18 @@ def gradient(
 
 
 @triton.jit
-def _scaled(logits, temperature, IS_SCALED: tl.constexpr):
+def _tanh(x):
+    """tanh by an exponential that cannot overflow, and near 0, where that loses digits, by its series."""
+    exp = tl.exp(-2.0 * tl.abs(x))
+    far = tl.where(x < 0, -1.0, 1.0) * (1.0 - exp) / (1.0 + exp)
+    return tl.where(tl.abs(x) < 0.04, x * (1.0 + x * x * (-1.0 / 3.0 + x * x * (2.0 / 15.0))), far)
+
+
+@triton.jit
+def _scaled(logits, temperature, softcap, IS_SCALED: tl.constexpr):
     z = logits.to(tl.float32)
+    if softcap is not None:
+        z = softcap * _tanh(tl.div_rn(z, softcap))
     return tl.div_rn(z, temperature) if IS_SCALED else z
 
 
@@ -95,6 +116,7 @@ def _summary(
     targets,
     start,
     temperature,
+    softcap,
     before,
     after,
     num_tokens,
@@ -106,7 +128,7 @@ def _summary(
     row = logits + token * stride
     place = tl.load(targets + token) - start
     is_inside = (place >= 0) & (place < width)
-    target = _scaled(tl.load(row + place, mask=is_inside, other=0.0), temperature, IS_SCALED)
+    target = _scaled(tl.load(row + place, mask=is_inside, other=0.0), temperature, softcap, IS_SCALED)
     largest = tl.full((), _FORBIDDEN, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
@@ -119,7 +141,7 @@ def _summary(
     while first < width:  # in the interpreter, range needs NumPy below 2.4
         columns = first + tl.arange(0, BLOCK)
         is_column = columns < width
-        z = _scaled(tl.load(row + columns, mask=is_column, other=float("-inf")), temperature, IS_SCALED)
+        z = _scaled(tl.load(row + columns, mask=is_column, other=float("-inf")), temperature, softcap, IS_SCALED)
         z = tl.where(z < _FORBIDDEN, _FORBIDDEN, z)  # tl.maximum would drop nan
         top = tl.maximum(largest, tl.max(z, 0))
         exp = tl.where(is_column, tl.exp(z - top), 0.0)
@@ -143,6 +165,7 @@ def _gradient(
     targets,
     start,
     temperature,
+    softcap,
     log_normalizer,
     entropy,
     by_logprob,
@@ -156,11 +179,15 @@ def _gradient(
     is_column = columns < width
     cells = logits + token * stride + columns
     slope = tl.load(by_logprob + token)
-    log_p = _scaled(tl.load(cells, mask=is_column, other=0.0), temperature, IS_SCALED) - tl.load(log_normalizer + token)
+    z = _scaled(tl.load(cells, mask=is_column, other=0.0), temperature, softcap, IS_SCALED)
+    log_p = z - tl.load(log_normalizer + token)
     log_p = tl.where(log_p < _FORBIDDEN, _FORBIDDEN, log_p)
     factor = -slope
     if by_entropy is not None:
         by_entropy_here = tl.load(by_entropy + token)
         factor = -(slope + by_entropy_here * tl.load(entropy + token)) - by_entropy_here * log_p
     grad = factor * tl.exp(log_p) + tl.where(columns == tl.load(targets + token) - start, slope, 0.0)
+    if softcap is not None:
+        tanh = z * (temperature / softcap)
+        grad *= 1.0 - tanh * tanh
     tl.store(cells, grad.to(logits.dtype.element_ty), mask=is_column)

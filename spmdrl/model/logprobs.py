@@ -103,13 +103,15 @@ def next_token_logprobs(
     *,
     temperature: float,
     chunk: int,
+    softcap: float | None = None,
     vocabulary: DeviceMesh | None = None,
     head: Head = FAST_HEAD,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs [N], entropy [N]), float32 nats: of token targets[i], and of the distribution it came from.
 
-    hidden is [N, D], weight [V, D], bias [V]. Logits are divided by `temperature` in float32. Only one tile of them
-    exists at a time: at most `chunk` tokens by as much of the vocabulary as fits. Backward computes them again.
+    hidden is [N, D], weight [V, D], bias [V]. Logits are capped softly where there is a `softcap`, and divided by
+    `temperature`, in float32. Only one tile of them exists at a time: at most `chunk` tokens by as much of the
+    vocabulary as fits. Backward computes them again.
 
     With a `vocabulary` mesh of R ranks, each rank passes its own rows of the head in mesh order, weight [V/R, D] and
     bias [V/R], and the same hidden states and targets. All of its ranks must call this, and its backward pass,
@@ -117,7 +119,7 @@ def next_token_logprobs(
     are those of the rank's own rows.
     """
     own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
-    return _TiledHead.apply(hidden, weight, bias, own, temperature, chunk, vocabulary, head)
+    return _TiledHead.apply(hidden, weight, bias, own, temperature, softcap, chunk, vocabulary, head)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -131,6 +133,7 @@ class _TiledHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        softcap: float | None,
         chunk: int,
         vocabulary: DeviceMesh | None,
         head: Head,
@@ -141,7 +144,8 @@ class _TiledHead(torch.autograd.Function):
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], _part(bias, slab))
-            return tile.summary(logits, targets[rows], slab.start, temperature=temperature, before=before)
+            scale = {"temperature": temperature, "softcap": softcap}
+            return tile.summary(logits, targets[rows], slab.start, before=before, **scale)
 
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
@@ -152,8 +156,8 @@ class _TiledHead(torch.autograd.Function):
         logprobs, entropy, log_normalizer = _from_summary(summary)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
-        ctx.temperature, ctx.chunks, ctx.slabs, ctx.vocabulary = temperature, chunks, slabs, vocabulary
-        ctx.head, ctx.tile = head, tile
+        ctx.temperature, ctx.softcap, ctx.vocabulary = temperature, softcap, vocabulary
+        ctx.chunks, ctx.slabs, ctx.head, ctx.tile = chunks, slabs, head, tile
         return logprobs, entropy
 
     @staticmethod
@@ -183,6 +187,7 @@ class _TiledHead(torch.autograd.Function):
                     targets[rows],
                     slab.start,
                     temperature=ctx.temperature,
+                    softcap=ctx.softcap,
                     log_normalizer=log_normalizer[rows],
                     entropy=entropy[rows],
                     by_logprob=by_logprob[rows],
@@ -212,7 +217,7 @@ class _TiledHead(torch.autograd.Function):
         if grad_hidden is not None:
             whole = grad_hidden if ctx.vocabulary is None else sum_over(ctx.vocabulary, grad_hidden)
             grad_hidden = whole.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from spmdrl.families import VisionFamily
+from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
@@ -256,7 +256,8 @@ class Policy(PackedModel):
     ) -> None:
         """`vocabulary` is the mesh of ranks over which the head is split; None is this rank alone."""
         super().__init__(model, kernel=kernel, context=context, context_style=context_style)
-        self.temperature = temperature
+        scale = LogitScale.of(model.config)
+        self.temperature, self.softcap = temperature / scale.factor, scale.softcap
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
         self.token_logprobs = operators_of(kernel).token_logprobs
@@ -270,6 +271,7 @@ class Policy(PackedModel):
             None if head.bias is None else own_weight(head.bias),
             predicting.token_ids,
             temperature=self.temperature,
+            softcap=self.softcap,
             chunk=self.logits_chunk_tokens,
             vocabulary=self.vocabulary,
         )

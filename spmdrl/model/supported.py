@@ -7,15 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spmdrl.families import vision_family
+from spmdrl.families import LogitScale, vision_family
 from spmdrl.model.layer_kinds import RECURRENT
 from spmdrl.model.recurrent import restartable_layers
 from spmdrl.model.trunk import Trunk
 
-# Settings of a model's config that change logits after the head, which the policy would miss, or attention scores in
-# ways that no kernel here implements.
-_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
-_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+# A setting of a model's config that changes attention scores in a way that no kernel here implements.
+_CAP = "attn_logit_softcapping"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
 
@@ -41,10 +39,12 @@ def refusal_of_config(config: Any) -> str | None:
             f"its weights are quantized ({method}), and quantized weights cannot be trained; "
             "save the model dequantized, as docs/models.md shows, and train that"
         )
-    changes = [key for key in _CAPS if getattr(text, key, None)]
-    changes += [key for key in _FACTORS if getattr(text, key, None) not in (None, 1)]
-    if changes:
-        return f"{config.model_type} with {changes[0]} = {getattr(text, changes[0])} is not supported"
+    if cap := getattr(text, _CAP, None):
+        return f"{config.model_type} with {_CAP} = {cap} is not supported"
+    try:
+        LogitScale.of(config)
+    except ValueError as error:
+        return str(error)
     return None
 
 

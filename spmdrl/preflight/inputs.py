@@ -60,6 +60,7 @@ T = TypeVar("T")
 
 
 def raise_all(sentences: Sequence[str]) -> None:
+    """Raise UserError when there are sentences."""
     if sentences:
         raise UserError("\n".join(dict.fromkeys(sentences)))
 

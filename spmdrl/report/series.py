@@ -27,6 +27,7 @@ class Series:
         return Series(self.steps[known], self.values[known])
 
     def after(self, step: float) -> Series:
+        """The part after a step."""
         later = self.steps > step
         return Series(self.steps[later], self.values[later])
 

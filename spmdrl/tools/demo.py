@@ -21,7 +21,7 @@ from spmdrl.faults.supervise import Requests, shell_code
 from spmdrl.faults.text import Parser, bears_lost_output, say
 from spmdrl.tools import demo_pictures
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
-from spmdrl.tools.program import inline
+from spmdrl.tools.inline_toml import inline
 
 RANKS = 2
 LAUNCHER = "spmdrl.tools.local"

@@ -29,7 +29,8 @@ from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.shapes import PUBLISHED, published_config
-from spmdrl.tools.program import ToolConsole, inline, program
+from spmdrl.tools.inline_toml import inline
+from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4

@@ -37,8 +37,9 @@ from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
 from spmdrl.tools.fit import fitting_settings
+from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of
-from spmdrl.tools.program import inline, option, program, writing
+from spmdrl.tools.program import option, program, writing
 from spmdrl.types import UserError
 
 # The usual names of columns, the likeliest first.

@@ -21,6 +21,7 @@ from spmdrl.config.plan import Plan, needs_old_logprobs, parallel_problems
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
+from spmdrl.families import LogitScale
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
@@ -314,10 +315,17 @@ def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
 
 
 def plain_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, **_: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float,
+    softcap: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """`next_token_logprobs` of one rank in plain torch: all logits at once, differentiated by autograd."""
-    log_p = (F.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+    log_p = (LogitScale(softcap=softcap)(F.linear(hidden, weight, bias).float()) / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tomlkit
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
@@ -89,14 +88,3 @@ def writing(output: Path, named_by: str = "--output") -> Iterator[None]:
         raise UserError(
             f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: {named_by}"
         ) from error
-
-
-def inline(value: Any) -> str:
-    """Write a value of TOML on one line, as a setting on a command line has it; tables and lists in it too."""
-    if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{tomlkit.key(key).as_string()} = {inline(inner)}" for key, inner in value.items()) + " }"
-        )
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(inline, value)) + "]"
-    return tomlkit.item(value).as_string()

@@ -22,6 +22,7 @@ from tests.helpers.models import (
     save_gemma3,
     save_llama,
     save_mistral,
+    save_other,
     save_phi3,
     save_qwen2,
     save_qwen3_5,
@@ -115,6 +116,9 @@ def test_models_with_a_state_say_what_the_trainer_says(
         *(save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe),
         pytest.param(partial(save_phi3, limit=128), id="save_phi3"),
         pytest.param(partial(save_phi3, limit=256, **LONG_ONLY), id="save_phi3 with long factors alone"),
+        *(
+            pytest.param(partial(save_other, name), id=name) for name in ("granite", "cohere")
+        ),  # their logits are scaled
     ],
 )
 def test_models_without_say_so_too(tmp_path: Path, save: Callable[..., str]) -> None:

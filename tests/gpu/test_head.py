@@ -42,12 +42,12 @@ def adds_products() -> Iterator[None]:
 
 @HEAD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 4.0)])
+def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float, softcap: float | None) -> None:
     from spmdrl.model import logits_tile_triton
 
     for size in (*SIZES, sized((2048, 8192), emulated=(64, 3000))):
-        require_same(logits_tile_triton, logits_tile, case(*size, dtype, "cuda"), temperature)
+        require_same(logits_tile_triton, logits_tile, case(*size, dtype, "cuda"), temperature, softcap)
 
 
 @HEAD

@@ -70,32 +70,33 @@ def _add_product(
     return out.copy_(product if beta == 0 else total + product)
 
 
-def summary_by(tile: Tile, of: Case, temperature: float) -> Tensor:
+def summary_by(tile: Tile, of: Case, **scale: float | None) -> Tensor:
     """The summary of both tiles, one after the other."""
     first, second = of.tiles
-    before = tile.summary(first.clone(), of.targets, 0, temperature=temperature)
-    return tile.summary(second.clone(), of.targets, first.shape[1], temperature=temperature, before=before)
+    before = tile.summary(first.clone(), of.targets, 0, **scale)
+    return tile.summary(second.clone(), of.targets, first.shape[1], before=before, **scale)
 
 
-def gradient_by(tile: Tile, of: Case, temperature: float, *, uses_entropy: bool) -> Tensor:
+def gradient_by(tile: Tile, of: Case, *, uses_entropy: bool, **scale: float | None) -> Tensor:
     """The gradient of the first tile."""
     columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
-    return tile.gradient(of.tiles[0].clone(), of.targets, 0, temperature=temperature, **columns)
+    return tile.gradient(of.tiles[0].clone(), of.targets, 0, **scale, **columns)
 
 
-def require_same(one: Tile, other: Tile, of: Case, temperature: float) -> None:
+def require_same(one: Tile, other: Tile, of: Case, temperature: float, softcap: float | None = None) -> None:
     """Both implementations agree: float32 to 1e-6, on a device to what `require_near` asks, half precision to its last
     bit."""
-    ours, theirs = (summary_by(tile, of, temperature) for tile in (one, other))
+    scale = {"temperature": temperature, "softcap": softcap}
+    ours, theirs = (summary_by(tile, of, **scale) for tile in (one, other))
     on_device = ours.is_cuda
     # The largest and the target's are chosen, not computed; but on CUDA torch multiplies by the temperature's inverse.
-    if temperature == 1.0 or not on_device:
+    if softcap is None and (temperature == 1.0 or not on_device):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[3], theirs[3])
     limit = ON_DEVICE if on_device else 1e-6
     torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
     dtype = of.tiles[0].dtype
     for uses_entropy in (False, True):
-        ours, theirs = (gradient_by(tile, of, temperature, uses_entropy=uses_entropy) for tile in (one, other))
+        ours, theirs = (gradient_by(tile, of, uses_entropy=uses_entropy, **scale) for tile in (one, other))
         assert ours.dtype == theirs.dtype == dtype
         if on_device and dtype == torch.float32:
             require_near(ours, theirs)

@@ -139,22 +139,30 @@ GATED_DELTA_NET = {
 
 _ROUTED = EXPERTS | {"n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _FIRST_DENSE = _ROUTED | {"first_k_dense_replace": 1}
-_PLAIN = """
-    apertus arcee ernie4_5 gemma glm4 granite hunyuan_v1_dense ministral olmo olmo2 phi seed_oss smollm3 starcoder2
-"""
+_PLAIN = "apertus arcee ernie4_5 gemma glm4 hunyuan_v1_dense ministral olmo olmo2 phi seed_oss smollm3 starcoder2"
+# Of Granite 3.1 8B, as released.
+_GRANITE = {
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+}
 # Families without a test of their own, and what their configs call experts and windows.
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN.split()},
-    "cohere2": SLIDING | {"logit_scale": 1.0},
+    "cohere": {"logit_scale": 0.0625, "head_dim": 8},  # SGLang takes the size of heads from the width
+    "cohere2": SLIDING | {"logit_scale": 0.25},
     "dots1": _FIRST_DENSE,
     "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
     "exaone4": SLIDING,
     "flex_olmo": EXPERTS,
     "glm4_moe": _FIRST_DENSE,
-    "granitemoe": EXPERTS | {"num_local_experts": 5},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE | EXPERTS | {"num_local_experts": 5},
     "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
     "minimax_m2": EXPERTS | {"num_local_experts": 5},
     "mixtral": EXPERTS | {"num_local_experts": 5},
+    "nanochat": {"final_logit_softcapping": 15.0},
     "olmo3": SLIDING,
     "phi3": longrope(20, num_factors=4) | {"head_dim": 8, "original_max_position_embeddings": 20},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools.program import inline
+from spmdrl.tools.inline_toml import inline
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,22 @@ def inputs(with_bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tens
 
 
 def plainly(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    *,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence at a time, with all of [T, V] and autograd."""
     logprobs, entropies, start = [], [], 0
     for length in LENGTHS:
         rows = slice(start, start + length)
-        log_p = (torch.nn.functional.linear(hidden[rows], weight, bias) / temperature).log_softmax(-1)[:-1]
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        if softcap is not None:
+            logits = softcap * (logits / softcap).tanh()
+        log_p = (logits / temperature).log_softmax(-1)[:-1]
         zero = torch.zeros(1)
         logprobs += [zero, log_p.gather(-1, token_ids[start + 1 : start + length, None])[:, 0]]
         entropies += [zero, -(log_p.exp() * log_p).sum(-1)]
@@ -50,12 +59,12 @@ def tiled(
     token_ids: Tensor,
     positions: Tensor,
     *,
-    temperature: float,
     chunk: int,
+    **scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
     rows = predicting_rows(torch.ones(TOKENS, dtype=torch.bool), positions, slice(0, TOKENS))
-    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], temperature=temperature, chunk=chunk)
+    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], chunk=chunk, **scale)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy
 
@@ -71,15 +80,16 @@ def tile_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 @pytest.mark.parametrize("used", ["logprobs", "entropy", "both"])
-def test_tiled_equals_whole(chunk: int, with_bias: bool, used: str) -> None:
+@pytest.mark.parametrize("scale", [{"temperature": 0.7}, {"temperature": 0.7, "softcap": 2.5}], ids=["plain", "cap"])
+def test_tiled_equals_whole(chunk: int, with_bias: bool, used: str, scale: dict[str, float]) -> None:
     per_token = torch.linspace(-1, 1, TOKENS)
     found = []
     for kind in ("fast", "slow"):
         hidden, weight, bias, token_ids, positions = inputs(with_bias)
         if kind == "fast":
-            logprobs, entropy = tiled(hidden, weight, bias, token_ids, positions, temperature=0.7, chunk=chunk)
+            logprobs, entropy = tiled(hidden, weight, bias, token_ids, positions, chunk=chunk, **scale)
         else:
-            logprobs, entropy = plainly(hidden, weight, bias, token_ids, 0.7)
+            logprobs, entropy = plainly(hidden, weight, bias, token_ids, **scale)
         losses = {"logprobs": (per_token * logprobs).sum(), "entropy": 0.7 * (per_token.flip(0) * entropy).sum()}
         loss = sum(losses.values()) if used == "both" else losses[used]
         leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]

@@ -26,10 +26,10 @@ TOKENS, HIDDEN, VOCABULARY = 7, 6, 101
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (0.7, 4.0)])
+def test_a_tile_by_triton_is_the_tile_by_torch(dtype: torch.dtype, temperature: float, softcap: float | None) -> None:
     for size in SIZES:
-        require_same(logits_tile_triton, logits_tile, case(*size, dtype, DEVICE), temperature)
+        require_same(logits_tile_triton, logits_tile, case(*size, dtype, DEVICE), temperature, softcap)
 
 
 def test_logits_that_are_not_numbers_are_not_hidden() -> None:

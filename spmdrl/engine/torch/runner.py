@@ -28,6 +28,7 @@ from spmdrl.engine.torch.sampling import (
     sample_with_head_logprobs,
 )
 from spmdrl.engine.torch.scheduler import RequestState
+from spmdrl.families import LogitScale
 from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.exact import invariant
 from spmdrl.model.exact.invariant import attend_to_cache_in_tiles
@@ -50,7 +51,7 @@ class ModelRunner:
         """`images` holds the pixels of the images in requests, of which the model's tower encodes `max_patches` in one
         pass."""
         self._model, self._kernel, self._max_running = model, kernel, max_running
-        self._trunk = Trunk(model)
+        self._trunk, self._logit_scale = Trunk(model), LogitScale.of(model.config)
         self.images = ImageFeatures(self._trunk, images, max_patches=max_patches)
         self.adapters = AdapterBank(model, operators_of(kernel).linear)
         self.decoder = DenseDecoder(model, self.adapters) if kernel == "sdpa" and can_decode(model) else None
@@ -173,8 +174,7 @@ class ModelRunner:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Map hidden states [n, D] to logits [n, V]."""
-        logits: Tensor = self._model.get_output_embeddings()(hidden)
-        return logits
+        return self._logit_scale(self._model.get_output_embeddings()(hidden))
 
     def _sampling_of(self, states: Sequence[RequestState]) -> RowSampling:
         places = [state.num_sampled for state in states]
