@@ -36,7 +36,8 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from spmdrl.model.kernels import runs_of_equal_length
-from spmdrl.model.recurrent import reset_state_per_sequence
+from spmdrl.model.layers import set_classes
+from spmdrl.model.recurrent import packed_layers
 
 FEW_LENGTHS = [40, 3]  # of the pass before, in which the libraries take what they need for themselves
 VALUE_HEADS_OF_A_KEY_HEAD = 2
@@ -89,7 +90,7 @@ def ways(args: argparse.Namespace) -> dict[str, Layer]:
     )
     plain = Qwen3NextGatedDeltaNet(config, 0)
     ours: nn.Module = copy.deepcopy(plain)
-    reset_state_per_sequence(ours)
+    set_classes(packed_layers(ours))
 
     def per_length(hidden: Tensor, lengths: list[int]) -> Tensor:
         outputs = []

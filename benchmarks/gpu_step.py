@@ -43,8 +43,8 @@ from spmdrl.learn.optim import make_optimizer
 from spmdrl.memory.phases import training_phases
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.fused import use_fused_layers
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.fused import fused_layers
+from spmdrl.model.layers import set_classes
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
@@ -203,9 +203,8 @@ class Trainer:
             temperature=1.0,
             logits_chunk_tokens=ModelConfig(path=".").logits_chunk_tokens,
         )
-        use_fast_linears(model)
         eager = {module: type(module) for module in model.modules()}
-        use_fused_layers(model)
+        set_classes(fused_layers(model))
         self._layers: dict[nn.Module, dict[str, Any]] = {
             module: {"eager": kind, "fused": type(module)} for module, kind in eager.items() if type(module) is not kind
         }

@@ -141,6 +141,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     from spmdrl.learn.optim import make_optimizer
     from spmdrl.model.attention import fastest_varlen
     from spmdrl.model.checkpointing import checkpoint_layers
+    from spmdrl.model.layers import replace_layers
     from spmdrl.model.load import model_without_memory
     from spmdrl.model.lora.adapters import Adapters
     from spmdrl.model.lora.policy import plan_adapters
@@ -162,7 +163,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     kernel = fastest_varlen(model)
     policy = Policy(model, kernel=kernel, temperature=1.0, logits_chunk_tokens=cfg.model.logits_chunk_tokens)
     operators = operators_of(kernel)
-    operators.install(model)
+    replace_layers(model, operators, device_type="cuda")
     offload = CPUOffloadPolicy(pin_memory=True) if offloads else None
     shard_policy(policy, meshes, dtype=torch.bfloat16, offload=offload, reshard_root=False)
     prefetch_layers(decoder_layers(model), num_ahead=1)

@@ -42,7 +42,7 @@ def commit_id() -> str:
 
 def machine() -> Mapping[str, Any]:
     """Describe this machine."""
-    from spmdrl.model.calibration import processor  # it needs torch, which reading results does not
+    from spmdrl.model.machine import processor  # it needs torch, which reading results does not
 
     return {
         "cpu": processor(),

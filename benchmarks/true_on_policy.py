@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.kernels import Kernel
+from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
@@ -49,7 +50,7 @@ class Mode:
     def of(cls, model: PreTrainedModel, kernel: Kernel) -> Mode:
         """With the operators of the kernel."""
         own = copy.deepcopy(model)
-        operators_of(kernel).install(own)
+        replace_layers(own, operators_of(kernel))
         engine = TorchEngine(
             model.config,
             device=model.device,

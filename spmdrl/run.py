@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,25 +18,25 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
 from spmdrl.config import Config, SftConfig
+from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair
 from spmdrl.data.vision import ImageIntake
-from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
+from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.lock import FolderInUse, owned
-from spmdrl.faults.verdict import SUPERVISED, print_once_per_node
+from spmdrl.faults.verdict import SUPERVISED
 from spmdrl.faults.watch import Watch, watch_over
 from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phase import PhaseMemory
-from spmdrl.model.calibration import choose_kernels, kernels_of, processor, shapes_of
-from spmdrl.model.compiled import CannotCompile, compile_all, compiled_in_use, use_compiled
+from spmdrl.model.attention import choose_kernel
+from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.linear import LinearKernels, kernels_in_use, use_kernels
-from spmdrl.model.load import compute_dtype, load_model_config
+from spmdrl.model.load import compute_dtype
 from spmdrl.model.lora.policy import Reference, load_trained, reference_of
-from spmdrl.model.operators import kernel_of_run
+from spmdrl.model.machine import processor
 from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
@@ -90,13 +90,9 @@ class Run(Generic[SettingsT]):
     @property
     def machine(self) -> dict[str, Any]:
         """The processor, threads and kernels, on which the last bits of results depend."""
-        on_cpu = self.device.type == "cpu"
-        return {
-            "processor": processor(),
-            "threads_per_rank": torch.get_num_threads(),
-            "linear_kernels": asdict(kernels_in_use()) if on_cpu else None,
-            "layers_in_c": compiled_in_use() if on_cpu else None,
-        }
+        room = cpu_room() if self.device.type == "cpu" else None
+        kernels = {"linear_kernels": None, "layers_in_c": None} if room is None else room.describe()
+        return {"processor": processor(), "threads_per_rank": torch.get_num_threads(), **kernels}
 
     def load_policy(self) -> Policy:
         """Load the policy that the run trains; every rank that trains must call this, and reads its own shards."""
@@ -154,73 +150,24 @@ def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Ite
         ranks_per_engine = cfg.rollout.tp_size if isinstance(cfg, Config) else 1
         meshes = build_meshes(world, cfg.parallel, ranks_per_engine=ranks_per_engine, engine_ranks=engine_ranks)
         run = Run(cfg=cfg, folder=folder, world=world, meshes=meshes)
-        if run.device.type != "cpu":
+        room = cpu_room() if run.device.type == "cpu" else None
+        with nullcontext() if room is None else room.agree(run):
             yield run
-            return
-        before, was_compiled = use_kernels(_agree_on_kernels(run)), use_compiled(_agree_on_layers(run))
-        try:
-            yield run
-        finally:
-            use_kernels(before)
-            use_compiled(was_compiled)
 
 
-def _agree_on_kernels(run: Run[SettingsT]) -> LinearKernels:
-    """Return the kernels that this run began with, or the fastest ones of the first rank's processor."""
-    chosen: LinearKernels | None = None
-    with raise_on_all_ranks(run.meshes.world):
-        if run.world.is_main:
-            chosen = _kept_kernels(run.folder) or choose_kernels(shapes_of(load_model_config(run.cfg.model)))
-    agreed = gather_objects(run.meshes.world, chosen)[0]
-    assert agreed is not None, "the first rank has not chosen"
-    return agreed
-
-
-def _agree_on_layers(run: Run[SettingsT]) -> bool:
-    """Return True when layers are to be computed in C: where this run has begun so, or all ranks can compile.
-
-    Raises UserError on every rank when the run has begun so and a rank cannot.
-    """
-    kept: bool | None = None
-    with raise_on_all_ranks(run.meshes.world):
-        if run.world.is_main:
-            kept = _kept_layers(run.folder)
-    problem: str | None = None
-    notes: list[str] = []
-    try:
-        notes = compile_all()
-    except CannotCompile as error:
-        problem = str(error)
-    found = gather_objects(run.meshes.world, (kept, problem, notes))
-    kept = found[0][0]
-    unable = {rank: why for rank, (_, why, _) in enumerate(found) if why}
-    if run.world.is_main:
-        for note in dict.fromkeys(note for _, _, theirs in found for note in theirs):  # ranks may share a cache
-            print_once_per_node(note)
-    if kept and unable:
-        rank, why = next(iter(unable.items()))
+def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype) -> Kernel:
+    """Choose the attention kernel of the trainer and of the torch engine. Raises UserError when it cannot run here."""
+    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
+        return choose_kernel(cfg.model.attention, device_type, dtype)
+    kernels = engine_facts(cfg.rollout.engine).exact_kernels.get(device_type, {})
+    if cfg.rollout.attention_backend not in kernels:
+        here = "a CUDA device" if device_type == "cuda" else "a CPU"
+        exact = next(name for name, (_, facts) in ENGINES.items() if device_type in facts.exact_kernels)
         raise UserError(
-            f"{run.folder.machine}: this run has computed its layers in C so far, and rank {rank} cannot: {why}; or "
-            "remove the file to go on without, which changes the last bits of results"
+            f'true_on_policy = true has no exact kernels for rollout.engine = "{cfg.rollout.engine}" on {here}; set '
+            f'rollout.engine = "{exact}", or true_on_policy = false'
         )
-    return not unable if kept is None else kept
-
-
-def _kept_layers(folder: RunFolder) -> bool | None:
-    written = (folder.read_machine() or {}).get("layers_in_c")
-    if written not in (None, True, False):
-        raise UserError(f"{folder.machine}: layers_in_c is {written!r}, which is not true or false; remove the file")
-    return written
-
-
-def _kept_kernels(folder: RunFolder) -> LinearKernels | None:
-    written = (folder.read_machine() or {}).get("linear_kernels")
-    if written is None:  # a new run, or one that began on other devices
-        return None
-    try:
-        return kernels_of(written)
-    except ValueError as error:
-        raise UserError(f"{folder.machine}: linear_kernels: {error}; remove the file to choose them again") from error
+    return cast(Kernel, kernels[cfg.rollout.attention_backend])
 
 
 @contextmanager

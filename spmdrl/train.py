@@ -36,14 +36,14 @@ from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.offload import TrainerMemory
-from spmdrl.model.operators import kernel_of_run, operators_of
+from spmdrl.model.operators import operators_of
 from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.refit.refit import make_refit
 from spmdrl.replay.recorder import start_recorder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_sampler
-from spmdrl.run import Inputs, Launch
+from spmdrl.run import Inputs, Launch, kernel_of_run
 from spmdrl.step.advantages import add_advantages
 from spmdrl.step.batch import build_batch, to_sequences
 from spmdrl.step.correction import correct, select_by_covariance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spmdrl.config import ParallelConfig
 from spmdrl.dist.session import World
+
+if TYPE_CHECKING:
+    from spmdrl.config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def build_meshes(
     training_ranks, sampling_ranks = ranks[: world.num_ranks - engine_ranks], ranks[world.num_ranks - engine_ranks :]
     training = DeviceMesh(kind, training_ranks, mesh_dim_names=("training",)) if engine_ranks else everyone
     background = _background(training, training_ranks, world.patience)
-    data, model = _training_meshes(kind, training_ranks, world.rank, parallel or ParallelConfig())
+    data, model = _training_meshes(kind, training_ranks, world.rank, parallel)
     if not engine_ranks:
         grid = init_device_mesh(kind, (world.num_ranks // ranks_per_engine, ranks_per_engine), mesh_dim_names=_GRID)
         engines, engine, weights = everyone, grid["engine"], None
@@ -153,9 +155,13 @@ def _wait_for(patience: timedelta) -> None:
 _GRID = ("engines", "engine")
 
 
-def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig) -> tuple[DeviceMesh, ModelMeshes]:
+def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig | None) -> tuple[DeviceMesh, ModelMeshes]:
     """Build the data mesh and the policy's meshes from the training ranks."""
-    replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
+    replicate = cp = tp = ep = 1
+    style: Literal["all_gather", "ulysses"] = "all_gather"
+    if parallel is not None:
+        replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
+        style = parallel.cp_style
     dense = DeviceMesh(kind, ranks.view(replicate, -1, tp), mesh_dim_names=("replicate", "shard", "tp"))
     expert = None
     if ep > 1:
@@ -167,7 +173,7 @@ def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig
             expert,
             copy=_axis_of(kind, "copy", ranks.view(replicate, -1), me),
             cp=_axis_of(kind, "cp", ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1), me),
-            cp_style=parallel.cp_style,
+            cp_style=style,
         ),
     )
 

@@ -1,5 +1,5 @@
 """The policy as a module: loading, sharding, packed attention, log-probabilities, names."""
 
-from spmdrl.model.user_cache import place_torchs_cache
+from spmdrl.model.machine import place_torchs_cache
 
 place_torchs_cache()  # before anything here imports transformers, which imports torch's compiler

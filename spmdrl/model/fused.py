@@ -1,15 +1,16 @@
 """transformers' norms, rotary embeddings and gated activations, each in one pass over its tensors.
 
 transformers computes them operation by operation, and each operation reads and writes whole tensors, some in float32.
-Here each is one operation with a backward pass of its own: `fused_triton.py` on CUDA, `fused_c.py` for float32 on a CPU
-that has a C compiler, and `fused_plain.py` elsewhere. Sums and products are float32 and rounded once, at the end, where
-transformers rounds after every operation. What autograd keeps is in `memory/activations.py`, and the bytes that are
-read and written are in docs/gpu.md.
+Here each is one operation with a backward pass of its own: `fused_triton.py` on CUDA, functions in C for float32 on a
+CPU that has a compiler and the optional room for it, and `fused_plain.py` elsewhere. Sums and products are float32 and
+rounded once, at the end, where transformers rounds after every operation. What autograd keeps is in
+`memory/activations.py`, and the bytes that are read and written are in docs/gpu.md.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from spmdrl.families import family_of, layer_class
-from spmdrl.model import fused_c, fused_plain
+from spmdrl.model import fused_plain
 from spmdrl.model.attention_layer import Attend, AttentionLayer
-from spmdrl.model.compiled import serves
-from spmdrl.model.linear import use_fast_linears
+from spmdrl.model.cpu_room import cpu_room
 from spmdrl.types import UserError
+
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def has_fused_layers(model_config: Any) -> bool:
@@ -33,26 +35,23 @@ def has_fused_layers(model_config: Any) -> bool:
     return family_of(model_config).has_fused_layers and activation in ("silu", "swish")
 
 
-def use_fused_layers(model: nn.Module) -> None:
-    """Replace the layers of a supported model, and its linear layers. Call it before the model is sharded."""
-    use_fast_linears(model)
+def fused_layers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the layers of a supported model that are replaced, each with its new class; none of other models."""
     config: Any = model.config
     if not has_fused_layers(config):
         return
     prefix = layer_class(config.model_type, "")
-    for module in model.modules():
+    for name, module in model.named_modules():
         match f"{type(module).__module__}.{type(module).__qualname__}".removeprefix(prefix):
             case "RMSNorm":
-                module.__class__ = _Norm
+                yield module, _HeadNorm if name.endswith(_HEAD_NORMS) else _Norm
             case "Attention":
-                module.__class__ = _Attention
-                for name in ("q_norm", "k_norm"):
-                    if hasattr(module, name):
-                        getattr(module, name).__class__ = _HeadNorm
+                yield module, _Attention
             case "MLP":
-                module.__class__ = _Mlp
-            case "Experts":
-                module._apply_gate = _gated_halves  # type: ignore[assignment]
+                yield module, _Mlp
+            case "Experts" if not isinstance(module, _GatedExperts):
+                kind = type(module)
+                yield module, type(kind.__name__, (_GatedExperts, kind), {"__module__": kind.__module__})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,11 +74,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return gate / (1 + exp(-gate)) * up, all [..., I]."""
     gated: Tensor = _SwiGlu.apply(gate, up)
     return gated
-
-
-def _gated_halves(gate_up: Tensor) -> Tensor:
-    """`swiglu` of the two halves of experts' outputs: [N, 2 I] gives [N, I]."""
-    return swiglu(*gate_up.chunk(2, dim=-1))
 
 
 @functools.cache
@@ -108,7 +102,8 @@ def kernels_for(*tensors: Tensor | None) -> ModuleType:
         from spmdrl.model import fused_triton  # Triton is there where CUDA is
 
         return fused_triton
-    return fused_c if serves(*tensors) else fused_plain
+    room = cpu_room()
+    return room.fused if room is not None and room.serves(*tensors) else fused_plain
 
 
 class _RmsNorm(Function):
@@ -194,6 +189,14 @@ class _Attention(nn.Module):
         query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
         layer = AttentionLayer(index=self.layer_idx, scale=self.scaling, window=self.sliding_window)
         return self.o_proj(attend(query, key, value, layer).flatten(2)), None
+
+
+class _GatedExperts(nn.Module):
+    """Experts of transformers, whose gates are `swiglu`."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """Gate the two halves of experts' outputs: [N, 2 I] gives [N, I]."""
+        return swiglu(*gate_up.chunk(2, dim=-1))
 
 
 class _Mlp(nn.Module):

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_with_sinks, prepend_sink
-from spmdrl.model.compiled import serves
+from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact.invariant import causal_in_tiles
 from spmdrl.model.exact.sglang_attention import causal_as_engine
-from spmdrl.model.short_attention import MAX_TOKENS, attend_short, batches_of_similar_length
 from spmdrl.types import UserError
 
 Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]
@@ -90,25 +89,11 @@ def _runs(layout: SequenceLayout) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-    """Call sdpa once for each run of sequences of equal length; but short sequences, where they are faster so,
-    together."""
-    outputs = []
-    if q.device.type == "cpu" and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
-        limit = MAX_TOKENS if layer.window is None else min(MAX_TOKENS, layer.window)
-        if max(layout.seqlens) <= limit and serves(q, k, v):
-            return attend_short(q, k, v, layout.seqlens, layer.scale)
-        start = 0
-        for seqlens in batches_of_similar_length(layout.seqlens, limit, num_heads=q.shape[1]):
-            tokens = slice(start, start + sum(seqlens))
-            start = tokens.stop
-            part = (q[tokens], k[tokens], v[tokens])
-            is_short = max(seqlens) <= limit
-            outputs.append(
-                attend_short(*part, seqlens, layer.scale) if is_short else _sdpa_run(*part, len(seqlens), layer)
-            )
-    else:
-        for queries, keys, count in _runs(layout):
-            outputs.append(_sdpa_run(q[queries], k[keys], v[keys], count, layer))
+    """Call sdpa once for each run of sequences of equal length; the room for a CPU has more for short ones."""
+    room = cpu_room() if q.device.type == "cpu" else None
+    if room is not None and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
+        return room.attend_packed(q, k, v, layout.seqlens, layer, _sdpa_run)
+    outputs = [_sdpa_run(q[queries], k[keys], v[keys], count, layer) for queries, keys, count in _runs(layout)]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

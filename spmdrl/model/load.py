@@ -34,13 +34,14 @@ from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems, is_for_ring_attention
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.lora.quantized import QuantizedLinear, quantize_linears
+from spmdrl.model.layers import replace_layers
+from spmdrl.model.lora.quantized import QuantizedLinear, quantized_weights
 from spmdrl.model.operators import operators_of
 from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_problems
 from spmdrl.model.policy import Critic, PackedModel, Policy
-from spmdrl.model.recurrent import recurrent_context_problems, reset_state_per_sequence
+from spmdrl.model.recurrent import recurrent_context_problems
 from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
-from spmdrl.model.split import split_model, split_problems
+from spmdrl.model.split import split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.model.weight_files import lacking
@@ -251,12 +252,9 @@ def _load(
         if cfg.attention == "auto" and chosen == "varlen":
             chosen = "flash_attn_2" if is_for_ring_attention(model, meshes) else fastest_varlen(model)
         policy = build(model, chosen)
-        reset_state_per_sequence(model, meshes.cp if meshes.cp.size() > 1 else None)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
-        split_model(model, meshes)
         operators = operators_of(chosen)
-        operators.install(model)
-        whole = quantize_linears(model, quantized, operators.linear) if quantized else set()
+        replace_layers(model, operators, device_type=device.type, meshes=meshes, quantized=quantized)
         # A root stays gathered between forward and backward, where there is one.
         shard_policy(
             policy,
@@ -265,7 +263,7 @@ def _load(
             offload=offload,
             reshard_root=waits,
             reshard_layers=cfg.reshard_after_forward or waits,
-            ignored=whole,
+            ignored=quantized_weights(model),
         )
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         built.append(policy)

@@ -229,19 +229,19 @@ _MIXERS = {
 }
 
 
-def reset_state_per_sequence(model: nn.Module, context: DeviceMesh | None = None) -> None:
-    """Make the model's recurrent layers restart at every sequence. Call it before the model is sharded.
+def packed_layers(model: nn.Module, context: DeviceMesh | None = None) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the model's recurrent layers, each with a class that restarts at every sequence.
 
     `context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone.
     """
     for module in model.modules():
         kind = type(module)
         if mixer := _MIXERS.get(kind.__name__):
-            module.__class__ = type(kind.__name__, (mixer, kind), {"__module__": kind.__module__, "context": context})
+            yield module, type(kind.__name__, (mixer, kind), {"__module__": kind.__module__, "context": context})
 
 
 def restartable_layers(model: nn.Module) -> int:
-    """Count the layers that `reset_state_per_sequence` can change."""
+    """Count the layers that `packed_layers` yields."""
     return sum(type(module).__name__ in _MIXERS for module in model.modules())
 
 

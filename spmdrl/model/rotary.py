@@ -60,23 +60,25 @@ def lengths_of_tokens(seqlens: Sequence[int]) -> Tensor:
     return lengths.repeat_interleave(lengths)
 
 
+def layers_by_length(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the rotary embeddings that depend on lengths, each with a class that takes those of its tokens."""
+    for module in model.modules():
+        kind = type(module)
+        if _types_of(module) & _BY_LENGTH and not isinstance(module, _ByOwnLength):
+            yield module, type(kind.__name__, (_ByOwnLength, kind), {"__module__": kind.__module__})
+
+
 class RotaryByLength:
     """The rotary embeddings of a decoder that depend on lengths; most decoders have none."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        """Let the decoder's own modules take lengths. To do so twice changes nothing."""
-        self._modules: list[_ByOwnLength] = []
-        for module in decoder.modules():
-            kind = type(module)
-            if _types_of(module) & _BY_LENGTH and not isinstance(module, _ByOwnLength):
-                module.__class__ = type(kind.__name__, (_ByOwnLength, kind), {"__module__": kind.__module__})
-            if isinstance(module, _ByOwnLength):
-                self._modules.append(module)
+        self._modules: list[Any] = [module for module in decoder.modules() if _types_of(module) & _BY_LENGTH]
 
     @contextmanager
     def at(self, lengths: Tensor) -> Iterator[None]:
         """Surround a forward pass of T tokens; `lengths` [T] int64, on the host, are those of their whole sequences."""
         for module in self._modules:
+            assert isinstance(module, _ByOwnLength), "the model's layers were not replaced"
             module.lengths = lengths
         try:
             yield

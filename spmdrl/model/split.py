@@ -116,8 +116,8 @@ class _Rule:
         return self.module.out_features, f"outputs of {self.pattern}"
 
 
-def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
-    """Split a model over `meshes.tp` and the ep axis of `meshes.expert`.
+def split_layers(model: PreTrainedModel, meshes: ModelMeshes) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Split a model over `meshes.tp` and the ep axis of `meshes.expert`; yield its linear layers and their new classes.
 
     The model is on the meta device, its weights tied and its layers not yet changed. Raises UserError with the
     sentences of `split_problems`.
@@ -141,6 +141,7 @@ def split_model(model: PreTrainedModel, meshes: ModelMeshes) -> None:
             if rule.parent not in shared_copies:
                 shared_copies[rule.parent] = SharedCopy(rule.parent, tp)
             split_linear(rule.module, _LINEARS[rule.style], tp, shared_copies[rule.parent])
+            yield rule.module, _LINEARS[rule.style]
     if tp.size() > 1:
         _split_vocabulary(model, tp)
 

@@ -194,16 +194,12 @@ class RowwiseSplittingLinear(RowwiseLinear):
 
 
 def split_linear(module: nn.Linear, kind: type[_SplitLinear], mesh: DeviceMesh, shared_copy: SharedCopy) -> None:
-    """Turn a linear layer into one of the kinds above."""
+    """Split the weights of a linear layer, which is to become one of the kinds above."""
     by_outputs = issubclass(kind, ColwiseLinear)
     split_parameter(module, "weight", mesh, Shard(0 if by_outputs else 1))
     if by_outputs and module.bias is not None:
         split_parameter(module, "bias", mesh, Shard(0))
-    module.__class__ = kind
-    assert isinstance(module, _SplitLinear)
-    module.tp = mesh
-    if isinstance(module, ColwiseLinear):
-        module.shared_copy = shared_copy
+    vars(module).update(tp=mesh, shared_copy=shared_copy)
 
 
 def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -43,7 +43,6 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.lora.policy import adapter_problems
-from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
@@ -51,7 +50,7 @@ from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import held_out_before
 from spmdrl.rollout.start import sampling_problems
-from spmdrl.run import Inputs
+from spmdrl.run import Inputs, kernel_of_run
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
 from spmdrl.types import UserError

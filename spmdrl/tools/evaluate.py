@@ -21,7 +21,6 @@ from spmdrl.envs.open import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
-from spmdrl.model.operators import kernel_of_run
 from spmdrl.model.trunk import model_class
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
@@ -29,6 +28,7 @@ from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.rollout.world import open_world
+from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.tools.program import program
 from spmdrl.types import UserError

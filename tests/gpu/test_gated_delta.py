@@ -11,7 +11,8 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from spmdrl.model import gated_delta_cuda
-from spmdrl.model.recurrent import reset_state_per_sequence
+from spmdrl.model.layers import set_classes
+from spmdrl.model.recurrent import packed_layers
 
 SEQLENS = [1, 3, 64, 17, 300, 3, 130]
 HIDDEN = 256
@@ -23,7 +24,7 @@ def packed_layer() -> nn.Module:
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     config = Qwen3NextConfig(hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["linear_attention"], **heads)
     layer = Qwen3NextGatedDeltaNet(config, 0).bfloat16().float()
-    reset_state_per_sequence(layer)
+    set_classes(packed_layers(layer))
     return layer
 
 

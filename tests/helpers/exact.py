@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.exact import invariant
+from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.refit.refit import load_whole
@@ -42,7 +43,7 @@ def policy_for(model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, ch
     own = copy.deepcopy(model)
     for parameter in own.parameters():  # and no buffer, as FSDP does: rotary frequencies stay float32
         parameter.data = parameter.data.to(dtype)
-    operators_of("invariant").install(own)
+    replace_layers(own, operators_of("invariant"))
     return Policy(own, kernel="invariant", temperature=TEMPERATURE, logits_chunk_tokens=chunk)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.model.processor import instructions
+from spmdrl.model.machine import instructions
 
 ROOT = Path(__file__).parents[2]
 _NAME = "SPMDRL_TEST_LEVEL"

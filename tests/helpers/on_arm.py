@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spmdrl.model import compiled
+from spmdrl.cpu import compiled
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 MISSING = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel
+from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import decoder_layers
@@ -43,7 +44,7 @@ def policy_of(
     torch.manual_seed(0)
     settings = {"vocab_size": 97, "num_hidden_layers": 4, "tie_word_embeddings": True} | sizes
     model = AutoModelForCausalLM.from_config(kind(**settings), attn_implementation="spmdrl").to(dtype).eval()
-    operators_of(kernel).install(model)
+    replace_layers(model, operators_of(kernel))
     if level != "none":
         checkpoint_layers(model, decoder_layers(model), recomputed=level, every_layers=every_layers)
     return Policy(model, kernel=kernel, temperature=1.0, logits_chunk_tokens=64)

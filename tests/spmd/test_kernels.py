@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from spmdrl import run as run_module
 from spmdrl.config import Config, read_draft
-from spmdrl.model import calibration
-from spmdrl.model.compiled import CannotCompile, compiled_in_use
-from spmdrl.model.linear import LinearKernels, kernels_in_use
+from spmdrl.cpu import calibration
+from spmdrl.cpu.compiled import CannotCompile, compiled_in_use
+from spmdrl.cpu.products import LinearKernels, kernels_in_use
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -62,7 +61,7 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
 
 def layers_of_a_run(config: str, folder: str, unable: int) -> bool | str:
     """True where layers are computed in C, in a run where one rank cannot compile; or what the run said."""
-    failing = mock.patch.object(run_module, "compile_all", side_effect=CannotCompile("there is no C compiler"))
+    failing = mock.patch.object(calibration, "compile_all", side_effect=CannotCompile("there is no C compiler"))
     try:
         with (
             failing if os.environ["RANK"] == str(unable) else nullcontext(),

@@ -21,6 +21,7 @@ from spmdrl.faults.verdict import EXIT_DIVERGED, EXIT_USER_ERROR, read_error
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.exact.invariant import SWITCHES
 from spmdrl.model.kernels import Kernel
+from spmdrl.model.layers import replace_layers
 from spmdrl.model.load import compute_dtype, load_policy
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
@@ -123,7 +124,7 @@ def _scored_by_sglangs_kernels(path: str) -> list[torch.Tensor]:
         settings = model_config(path, compute_dtype="bfloat16", gradient_checkpointing="full")
         sharded = load_policy(settings, build_meshes(world).model, temperature=TEMPERATURE, kernel=kernel)
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
-        operators_of(kernel).install(model)
+        replace_layers(model, operators_of(kernel))
         whole = Policy(model, kernel=kernel, temperature=TEMPERATURE, logits_chunk_tokens=7)
         batch = lay_end_to_end(random_sequences(4), {})
         scores = sharded(batch)

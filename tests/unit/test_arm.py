@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.model import attention_c
+from spmdrl.cpu import kernels_c
+from spmdrl.cpu.short_attention import attend_short
 from spmdrl.model.attention_layer import SeenKeys
-from spmdrl.model.short_attention import attend_short
 from spmdrl.workers import sandbox, system_calls
 from tests.helpers.fused_cases import CASES, gradients, inputs_of
 from tests.helpers.layers import layers_in_c
@@ -40,11 +40,11 @@ def test_functions_in_c_are_the_same_but_for_rounding(processor: str, tmp_path: 
         for heads, kv_heads, width in ((4, 2, 32), (8, 1, 16), (3, 3, 20)):
             q, k, v = (torch.randn(38, n, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
             attend_short(q, k, v, [1, 17, 20], 0.3).sin().sum().backward()
-        attention_c.attend_to_cache(torch.randn(4, 6, 24), keys[:4, :, :40], values[:4, :, :40], seen, 0.2)
+        kernels_c.attend_to_cache(torch.randn(4, 6, 24), keys[:4, :, :40], values[:4, :, :40], seen, 0.2)
         cos, sin = torch.randn(2, 4, 24)
         norms = torch.randn(24), torch.randn(24)
-        attention_c.attend_newest(torch.randn(4, 12, 24), norms, cos, sin, 1e-6, keys, values, seen, 0.2)
-        attention_c.attend_to_rows(torch.randn(24, 6, 24), keys, values, 2, [3, 20, 1], [37, 0, 5], 0.2)
+        kernels_c.attend_newest(torch.randn(4, 12, 24), norms, cos, sin, 1e-6, keys, values, seen, 0.2)
+        kernels_c.attend_to_rows(torch.randn(24, 6, 24), keys, values, 2, [3, 20, 1], [37, 0, 5], 0.2)
     assert {call.text.split("(")[0].removeprefix("failed |= ") for call in recorder.calls} == FUNCTIONS
     changed = 0
     by_file = [[call for call in recorder.calls if call.source == source] for source in ("attention", "fused")]

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model import attention_c, compiled, fused, fused_c, fused_plain
+from spmdrl.cpu import compiled, kernels_c
+from spmdrl.cpu.compiled import CannotCompile
+from spmdrl.cpu.short_attention import attend_short
+from spmdrl.model import fused, fused_plain
 from spmdrl.model.attention_layer import SeenKeys
-from spmdrl.model.compiled import CannotCompile
-from spmdrl.model.short_attention import attend_short
 from tests.helpers.fused_cases import CASES, EMPTY, Case, gradients, inputs_of
 from tests.helpers.layers import layers_in_c
 from tests.helpers.rounding import assert_within, causal_attention_bounds
@@ -59,7 +60,7 @@ def test_c_equals_torch(case: Case) -> None:
     given = inputs_of(case, torch.float64)
     exact = gradients(case.fused, given)
     with layers_in_c():
-        assert fused.kernels_for(given[0].float()) is fused_c and fused.kernels_for(given[0]) is fused_plain
+        assert fused.kernels_for(given[0].float()) is kernels_c and fused.kernels_for(given[0]) is fused_plain
         ours = gradients(case.fused, [x.float() for x in given])
     for one, other in zip(ours, exact, strict=True):
         assert (one - other).norm() <= 2e-6 * other.norm().clamp(min=1)
@@ -67,7 +68,7 @@ def test_c_equals_torch(case: Case) -> None:
 
 def test_a_gate_is_right_however_large_it_is() -> None:
     gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([-torch.inf, torch.inf, torch.nan])])
-    ours, exact = fused_c.swiglu(gate, torch.ones_like(gate)), F.silu(gate.double())
+    ours, exact = kernels_c.swiglu(gate, torch.ones_like(gate)), F.silu(gate.double())
     assert torch.isnan(ours[-1]) and ours[-2] == torch.inf
     torch.testing.assert_close(ours[:-3], exact[:-3].float(), rtol=1e-6, atol=1e-35)
 
@@ -79,11 +80,11 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     q, k = (torch.randn(sum(SEQLENS) * 8, heads, 32) for heads in (4, 2))
 
     def results() -> list[Tensor | None]:
-        _, rstd = fused_c.rms_norm(x, weight, 1e-6)
+        _, rstd = kernels_c.rms_norm(x, weight, 1e-6)
         return [
-            *fused_c.rms_norm_backward(x, x, weight, rstd),
-            *fused_c.rotate_backward(x, x, weight, angles.cos(), angles.sin(), 1e-6),
-            *attention_c.attend_backward(q, q, k, k, SEQLENS * 8, 0.2),
+            *kernels_c.rms_norm_backward(x, x, weight, rstd),
+            *kernels_c.rotate_backward(x, x, weight, angles.cos(), angles.sin(), 1e-6),
+            *kernels_c.attend_backward(q, q, k, k, SEQLENS * 8, 0.2),
         ]
 
     by_threads = []
@@ -121,7 +122,7 @@ def test_attention_to_a_cache_sees_what_it_should(window: int | None) -> None:
     keys, values = whole[0, :, :, :40], whole[1, :, :, :40]
     q = torch.randn(4, 6, 24)
     seen = SeenKeys(lengths=lengths, shortest=1, longest=40, window=window)
-    found = attention_c.attend_to_cache(q, keys, values, seen, 0.2)
+    found = kernels_c.attend_to_cache(q, keys, values, seen, 0.2)
     hidden = seen.hidden
     assert hidden is not None
     exact = F.scaled_dot_product_attention(
@@ -147,11 +148,11 @@ def test_the_newest_tokens_are_rotated_stored_and_attend_in_one_pass(window: int
     seen = SeenKeys(lengths=lengths, shortest=1, longest=40, window=window)
     expected = cache.clone()
     q, k, v = qkv.split((6, 3, 3), dim=1)
-    q, k = (fused_c.rotate(x, norm, cos, sin, 1e-6) for x, norm in zip((q, k), norms, strict=True))
+    q, k = (kernels_c.rotate(x, norm, cos, sin, 1e-6) for x, norm in zip((q, k), norms, strict=True))
     for row, length in enumerate(lengths.tolist()):
         expected[:, row, :, length - 1] = torch.stack([k[row], v[row]])
-    attended = attention_c.attend_to_cache(q, *expected[:, :4, :, :40], seen, 0.2)
-    found = attention_c.attend_newest(qkv, norms, cos, sin, 1e-6, *cache, seen, 0.2)
+    attended = kernels_c.attend_to_cache(q, *expected[:, :4, :, :40], seen, 0.2)
+    found = kernels_c.attend_newest(qkv, norms, cos, sin, 1e-6, *cache, seen, 0.2)
     torch.testing.assert_close(cache, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(found, attended, rtol=0, atol=2e-6)
 
@@ -162,7 +163,7 @@ def test_the_last_tokens_of_rows_attend_to_all_of_them() -> None:
     seqlens, earlier = [3, 20, 1], [37, 0, 5]
     keys, values = torch.randn(2, 6, 2, 64, 24)
     q = torch.randn(24, 10, 24)[:, :6]
-    found = attention_c.attend_to_rows(q, keys, values, 2, seqlens, earlier, 0.2)
+    found = kernels_c.attend_to_rows(q, keys, values, 2, seqlens, earlier, 0.2)
     for row, (part, before) in enumerate(zip(q.split(seqlens), earlier, strict=True), start=2):
         end = before + len(part)
         seen = torch.arange(end) <= torch.arange(before, end)[:, None]

@@ -14,6 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model import fused
 from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.layers import set_classes
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import decoder_layers
 from spmdrl.preflight.shapes import decoder_of
@@ -72,7 +73,7 @@ def test_a_fused_model_equals_transformers_model(family: str, in_c: bool) -> Non
 def test_other_models_keep_their_own_layers() -> None:
     gelu = policy_of("none", **TINY, hidden_act="gelu", kind=LlamaConfig).model
     types = {type(module) for module in gelu.modules()}
-    fused.use_fused_layers(gelu)
+    set_classes(fused.fused_layers(gelu))
     assert {type(module) for module in gelu.modules()} == types
     assert not fused.has_fused_layers(gelu.config) and fused.has_fused_layers(Qwen3Config())
 
@@ -131,7 +132,7 @@ def fused_policy(level: str, **sizes: Any) -> Policy:
     """A policy with fused layers, though it is on a CPU."""
     every_layers = sizes.pop("every_layers", 1)
     policy = policy_of("none", **sizes)
-    fused.use_fused_layers(policy.model)
+    set_classes(fused.fused_layers(policy.model))
     if level != "none":
         checkpoint_layers(policy.model, decoder_layers(policy.model), recomputed=level, every_layers=every_layers)
     return policy

@@ -42,6 +42,9 @@ from spmdrl.config import Config, DataConfig, FileData, read_draft
 from spmdrl.config.errors import all_keys
 from spmdrl.config.plan import plan_problems
 from spmdrl.config.strict import parse_json
+from spmdrl.cpu import calibration
+from spmdrl.cpu.calibration import choose_kernels
+from spmdrl.cpu.products import LinearKernels
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.stream import make_training_stream
@@ -53,9 +56,6 @@ from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import read_error, read_requeue
-from spmdrl.model import calibration
-from spmdrl.model.calibration import choose_kernels
-from spmdrl.model.linear import LinearKernels
 from spmdrl.model.weight_files import weight_file_problems
 from spmdrl.report.comparison import compare, comparison_page
 from spmdrl.report.files import cut_after

@@ -22,8 +22,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from spmdrl.config import ParallelConfig
 from spmdrl.model import gated_delta, gated_delta_cuda, recurrent
+from spmdrl.model.layers import set_classes
 from spmdrl.model.load import load_model_config, parallel_model_problems
-from spmdrl.model.recurrent import reset_state_per_sequence
+from spmdrl.model.recurrent import packed_layers
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_qwen3_next
 
@@ -66,7 +67,7 @@ def pair(kind: str, *, key_heads: int = 2, value_heads: int = 4, head_dim: int =
             if parameter.std() == 0:
                 parameter += 0.1 * torch.randn_like(parameter)
     packed = copy.deepcopy(plain)
-    reset_state_per_sequence(packed)
+    set_classes(packed_layers(packed))
     return plain, packed
 
 

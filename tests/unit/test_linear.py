@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config
 
-from spmdrl.model import calibration
-from spmdrl.model.linear import LinearKernels, kernels_in_use, linear, outer, row_step, use_kernels
+from spmdrl.cpu import calibration
+from spmdrl.cpu.products import LinearKernels, kernels_in_use, linear, outer, row_step, use_kernels
 from tests.helpers.rounding import assert_within, sum_bound
 
 Product = Callable[..., Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.model import calibration, processor
+from spmdrl.model import machine
 from tests.helpers import levels
 
 X86 = """processor\t: 0
@@ -36,7 +36,7 @@ processor\t: 1
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "machine", "name", "instructions"),
+    ("cpuinfo", "called", "name", "instructions"),
     [
         (X86, "x86_64", "AMD EPYC 7763, cpu family 25, model 1", "fpu avx2"),
         (
@@ -49,17 +49,17 @@ processor\t: 1
 )
 def test_it_has_a_name_everywhere(
     cpuinfo: str | None,
-    machine: str,
+    called: str,
     name: str,
     instructions: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "machine", lambda: called)
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     if cpuinfo is not None:
-        processor.CPUINFO.write_text(cpuinfo)
-    assert (processor.processor_name(), processor.instructions()) == (name, instructions)
+        machine.CPUINFO.write_text(cpuinfo)
+    assert (machine.processor_name(), machine.instructions()) == (name, instructions)
 
 
 @pytest.mark.parametrize("setting", ["ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"])
@@ -68,9 +68,9 @@ def test_what_lowers_instructions_is_another_processor_to_the_calibration(
 ) -> None:
     for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"):
         monkeypatch.delenv(name, raising=False)
-    before = calibration.processor()
+    before = machine.processor()
     monkeypatch.setenv(setting, "avx2")
-    assert calibration.processor() == f"{before}, {setting}=avx2"
+    assert machine.processor() == f"{before}, {setting}=avx2"
 
 
 def test_torch_and_onednn_are_lowered_to_the_level_of_this_run() -> None:

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PhimoeCo
 from spmdrl.engine.sglang.models import rotary_problems
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.layers import replace_layers
+from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after, length_problems
 from spmdrl.refit.refit import load_whole
@@ -68,6 +70,7 @@ def alone(model: PreTrainedModel, token_ids: tuple[int, ...], *, temperature: fl
 def policy_of(model: PreTrainedModel) -> Policy:
     own = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation=IMPLEMENTATION).eval()
     own.load_state_dict(model.state_dict())
+    replace_layers(own, operators_of("sdpa"))
     return Policy(own, kernel="sdpa", temperature=TEMPERATURE, logits_chunk_tokens=2048)
 
 

@@ -22,9 +22,11 @@ from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from spmdrl.model.operators import kernel_of_run, operators_of
+from spmdrl.model.layers import replace_layers
+from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
 from spmdrl.model.sharding import decoder_layers
+from spmdrl.run import kernel_of_run
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError
 from tests.helpers import kernels_on_cpu
@@ -56,7 +58,7 @@ def batch() -> MicroBatch:
 
 def policy_of(model: PreTrainedModel, kernel: Kernel, *, dtype: torch.dtype = torch.float32, chunk: int = 8) -> Policy:
     own = copy.deepcopy(model).to(dtype)
-    operators_of(kernel).install(own)
+    replace_layers(own, operators_of(kernel))
     return Policy(own, kernel=kernel, temperature=0.8, logits_chunk_tokens=chunk)
 
 

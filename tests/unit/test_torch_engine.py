@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from spmdrl.engine.dense_decoder import LAYERS
+from spmdrl.cpu.dense_decoder import LAYERS
 from spmdrl.engine.torch.cache import RowContents
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch.scheduler import CachedPrefix, Prefix, PrefixCache
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
-from spmdrl.model.recurrent import reset_state_per_sequence
+from spmdrl.model.layers import set_classes
+from spmdrl.model.recurrent import packed_layers
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import ImageSpan, Request, Response, Span
@@ -256,7 +257,7 @@ def test_gradients_of_sequences_as_long_as_prompts_that_were_read_before(tmp_pat
     path = save_hybrid(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
     answers(engine_for(model), [Request(prompt_ids=(7,) * n, seed=n, max_response_tokens=2) for n in seqlens])
-    reset_state_per_sequence(model)
+    set_classes(packed_layers(model))
     attend = packed_attention(torch.tensor([0, 2, 5, 10], dtype=torch.int32), seqlens, "sdpa")
     model(torch.full((1, 10), 7), use_cache=False, attend=attend, seqlens=seqlens).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

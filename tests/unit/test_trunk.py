@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spmdrl.families import vision_family
 from spmdrl.model.attention import packed_attention
+from spmdrl.model.layers import set_classes
 from spmdrl.model.policy import Policy, packed_positions, placeholder_rows, position_shift, token_positions
-from spmdrl.model.recurrent import reset_state_per_sequence
+from spmdrl.model.recurrent import packed_layers
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk, attention_of, model_class
 from spmdrl.types import ImageSpan, Sequence
@@ -41,7 +42,7 @@ def trunk_of(path: str) -> Trunk:
     config = AutoModelForImageTextToText.from_pretrained(path).config if "vl" in path else None
     config = config or AutoModelForCausalLM.from_pretrained(path).config
     model = model_class(config).from_pretrained(path, attn_implementation=attention_of(config), dtype=torch.float32)
-    reset_state_per_sequence(model)
+    set_classes(packed_layers(model))
     return Trunk(model.eval().requires_grad_(False))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.model.user_cache import place_torchs_cache, users_cache
+from spmdrl.model.machine import place_torchs_cache, users_cache
 
 
 def test_imports_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention, SeenKeys
-from spmdrl.model.compiled import serves
+from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import attending_layers
 from spmdrl.model.recurrent import LayerStates
@@ -322,10 +321,9 @@ class PrefillExtend:
         for of_layer, new in ((keys, key), (values, value)):
             of_layer[self.places] = new[0].transpose(0, 1)
         q = query[0].transpose(0, 1)
-        if self.in_c and layer.window is None and layer.sinks is None and serves(q, keys, values):
-            out = attention_c.attend_to_rows(
-                q, keys, values, self.first_row, self.seqlens, self.prefix_lens, layer.scale
-            )
+        room = cpu_room() if self.in_c and q.device.type == "cpu" else None
+        if room is not None and layer.window is None and layer.sinks is None and room.serves(q, keys, values):
+            out = room.attend_to_rows(q, keys, values, self.first_row, self.seqlens, self.prefix_lens, layer.scale)
         else:
             out = torch.cat(list(self._by_row(q, keys, values, layer)))
         return out[None]
@@ -374,8 +372,9 @@ def attend_to_cache(
     """
     num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
     q = query[0].transpose(0, 1)  # [n, H, D]
-    if sinks is None and serves(q, keys, values):
-        return attention_c.attend_to_cache(q, keys, values, seen, scale)[None]
+    room = cpu_room() if q.device.type == "cpu" else None
+    if room is not None and sinks is None and room.serves(q, keys, values):
+        return room.attend_to_cache(q, keys, values, seen, scale)[None]
     hidden = seen.hidden
     if q.dtype != torch.float32 and sinks is None:
         visible = None if hidden is None else ~hidden[:, None, None]

@@ -32,9 +32,9 @@ from spmdrl.engine.torch.cache import bytes_per_token, cannot_sample
 from spmdrl.engine.torch.runner import ModelRunner
 from spmdrl.engine.torch.scheduler import ASK_AGAIN_TOKENS, CachedPrefix, PrefixCache, RequestState, Scheduler
 from spmdrl.model.attention import Kernel
+from spmdrl.model.layers import replace_layers
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
-from spmdrl.model.recurrent import reset_state_per_sequence
 from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.refit.bucket import Bucket
@@ -81,8 +81,7 @@ class TorchEngine(RolloutEngine):
             model = model_class(own_config).from_config(
                 own_config, dtype=dtype, attn_implementation=attention_of(own_config)
             )
-        operators_of(kernel).install(model)
-        reset_state_per_sequence(model)
+        replace_layers(model, operators_of(kernel), device_type=device.type)
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spmdrl.data.image_store import ImageStore
-from spmdrl.engine.dense_decoder import DenseDecoder, can_decode
 from spmdrl.engine.torch.adapters import AdapterBank
 from spmdrl.engine.torch.cache import AttendToCache, RowCache, attend_to_cache
 from spmdrl.engine.torch.images import ImageFeatures
@@ -30,6 +29,7 @@ from spmdrl.engine.torch.sampling import (
 from spmdrl.engine.torch.scheduler import RequestState
 from spmdrl.families import LogitScale
 from spmdrl.model.attention import Kernel, packed_attention
+from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact import invariant
 from spmdrl.model.exact.invariant import attend_to_cache_in_tiles
 from spmdrl.model.operators import operators_of
@@ -54,7 +54,8 @@ class ModelRunner:
         self._trunk, self._logit_scale = Trunk(model), LogitScale.of(model.config)
         self.images = ImageFeatures(self._trunk, images, max_patches=max_patches)
         self.adapters = AdapterBank(model, operators_of(kernel).linear)
-        self.decoder = DenseDecoder(model, self.adapters) if kernel == "sdpa" and can_decode(model) else None
+        room = cpu_room() if kernel == "sdpa" and model.device.type == "cpu" else None
+        self.decoder = None if room is None else room.decoder(model, self.adapters)
         self._attend_to_cache, self._sample_tokens = _decoding_of(kernel)
         self.cache: RowCache | None = None
         self.num_decodes = 0  # steps since the noise in `_sampling` was made

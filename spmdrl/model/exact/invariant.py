@@ -199,11 +199,9 @@ def silu(x: Tensor) -> Tensor:
 HEAD = Head(linear, columns=COLUMNS)
 
 
-def use_invariant_operators(model: nn.Module) -> None:
-    """Replace the model's linear layers and activation functions by those of this file, before it is sharded."""
-    for module in model.modules():
-        if type(module) in _REPLACED:
-            module.__class__ = _REPLACED[type(module)]
+def invariant_layers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the model's linear layers and activation functions, each with its class of this file."""
+    return ((module, _REPLACED[type(module)]) for module in model.modules() if type(module) in _REPLACED)
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

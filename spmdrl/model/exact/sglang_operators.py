@@ -56,12 +56,10 @@ def switches(backend: str) -> tuple[str, ...]:
     return (*SWITCHES, f'attention of both: attention_backend = "{backend}": {kernel}')
 
 
-def use_engine_operators(model: nn.Module) -> None:
-    """Replace the model's layers by those of this file. Call it before the model is sharded."""
+def engine_layers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the model's layers, each with its class of this file."""
     replaced = _replaced()
-    for module in model.modules():
-        if type(module) in replaced:
-            module.__class__ = replaced[type(module)]
+    return ((module, replaced[type(module)]) for module in model.modules() if type(module) in replaced)
 
 
 def next_token_logprobs(

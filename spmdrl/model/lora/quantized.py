@@ -63,19 +63,22 @@ def quantization_problems(model: PreTrainedModel, base: QuantizedBase) -> Iterat
         )
 
 
-def quantize_linears(model: PreTrainedModel, base: QuantizedBase, multiply: Product) -> set[nn.Parameter]:
-    """Make the model, which has no weights yet, keep those of `quantized_names` in few bits when it gets them.
+def quantized_layers(
+    model: PreTrainedModel, base: QuantizedBase, multiply: Product
+) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield the layers that keep the weights of `quantized_names` in few bits when they get them.
 
-    Returns these weights, which are not to be sharded. `multiply` is the product that the layers compute.
+    `multiply` is the product that the layers compute.
     """
-    weights: set[nn.Parameter] = set()
     for name in quantized_names(model):
         layer = model.get_submodule(name.rpartition(".")[0])
-        layer.__class__ = QuantizedLinear
-        assert isinstance(layer, QuantizedLinear)
-        layer.base, layer.multiply = base, multiply
-        weights.add(cast(nn.Parameter, layer.weight))
-    return weights
+        vars(layer).update(base=base, multiply=multiply)
+        yield layer, QuantizedLinear
+
+
+def quantized_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that are kept in few bits, which are not to be sharded."""
+    return {cast(nn.Parameter, module.weight) for module in model.modules() if isinstance(module, QuantizedLinear)}
 
 
 class QuantizedLinear(nn.Linear):

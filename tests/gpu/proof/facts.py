@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from spmdrl.faults.text import say
-from spmdrl.model.processor import processor_name
+from spmdrl.model.machine import processor_name
 
 _GIB = 2**30
 _PACKAGES = (

@@ -1,4 +1,5 @@
-"""The processor, as Linux describes it, and the settings by which libraries use less of it. It needs no torch."""
+"""The machine: its processor, as Linux describes it, the settings by which libraries use less of it, and the user's
+cache on it, which outlives every run. To import it needs no torch."""
 
 from __future__ import annotations
 
@@ -39,6 +40,14 @@ def limits() -> str:
     return ", ".join(f"{name}={os.environ[name]}" for name in _SETTINGS if os.environ.get(name))
 
 
+def processor() -> str:
+    """Name the processor, and what decides which kernels torch takes on it."""
+    from torch.backends import cpu
+
+    described = [processor_name(), cpu.get_cpu_capability(), limits()]
+    return ", ".join(part for part in described if part)
+
+
 def _described() -> dict[str, str]:
     """Return what Linux says of the first core; nothing on another system."""
     try:
@@ -47,3 +56,21 @@ def _described() -> dict[str, str]:
         return {}
     facts = (line.split(":", 1) for line in lines if ":" in line)
     return {name.strip(): value.strip() for name, value in facts}
+
+
+def users_cache() -> Path:
+    """Return the folder, which need not be there. A user whom the system does not know has the home /."""
+    home = Path(os.path.expanduser("~"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or (home if home.is_absolute() else Path("/")) / ".cache") / "spmdrl"
+
+
+def place_torchs_cache() -> None:
+    """Let torch keep what its compiler makes in the user's cache, where that can be written; variables win.
+
+    As it is imported, the compiler makes a folder of a name that everybody knows in the folder for temporary files,
+    where it stays, and where another user may have made it first.
+    """
+    folder = users_cache().absolute() / "torch"
+    made = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if made.is_dir() and os.access(made, os.W_OK | os.X_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -1,7 +1,7 @@
-"""Measure which kernels multiply matrices fastest on this processor, in a fraction of a second.
+"""The choice of a run's kernels: which ones multiply matrices fastest here, and whether layers are computed in C.
 
 The choice decides the last bits of results. So ranks agree on one, a run writes it into its folder and keeps it when it
-resumes, and the machine remembers it: the next run here makes the same.
+resumes, and the machine remembers what it measured, in a fraction of a second: the next run here chooses the same.
 """
 
 from __future__ import annotations
@@ -9,19 +9,35 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from spmdrl.config.strict import read_json, shown
+from spmdrl.cpu.compiled import CannotCompile, compile_all, compiled_in_use, use_compiled, write_whole
+from spmdrl.cpu.products import (
+    MANY_ROWS,
+    Kernel,
+    LinearKernels,
+    kernels_in_use,
+    product,
+    row_step,
+    use_kernels,
+    weight_gradient,
+)
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.faults.verdict import print_once_per_node
-from spmdrl.model.linear import MANY_ROWS, Kernel, LinearKernels, product, row_step, weight_gradient
-from spmdrl.model.processor import limits, processor_name
-from spmdrl.model.user_cache import users_cache
+from spmdrl.model.load import load_model_config
+from spmdrl.model.machine import processor, users_cache
 from spmdrl.types import UserError
+
+if TYPE_CHECKING:
+    from spmdrl.report import RunFolder
+    from spmdrl.run import Run
 
 Shape = tuple[int, int]  # of a weight: outputs, inputs
 
@@ -33,6 +49,83 @@ _FEW_ROWS = 128
 _MAX_ROUNDS = 50
 _KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 _GAIN = 0.9  # oneDNN must take less than this of MKL's time: near ties would fall differently each time
+
+
+@contextmanager
+def agree(run: Run[Any]) -> Iterator[None]:
+    """Use the kernels that this run began with, or those that suit all of its ranks, while it is open.
+
+    Every rank calls it. Raises UserError on every rank when the run began with functions in C that a rank cannot make.
+    """
+    before, was_compiled = use_kernels(_agree_on_kernels(run)), use_compiled(_agree_on_layers(run))
+    try:
+        yield
+    finally:
+        use_kernels(before)
+        use_compiled(was_compiled)
+
+
+def describe() -> dict[str, Any]:
+    """Return the kernels in use, for machine.json."""
+    return {"linear_kernels": asdict(kernels_in_use()), "layers_in_c": compiled_in_use()}
+
+
+def _agree_on_kernels(run: Run[Any]) -> LinearKernels:
+    """Return the kernels that this run began with, or the fastest ones of the first rank's processor."""
+    chosen: LinearKernels | None = None
+    with raise_on_all_ranks(run.meshes.world):
+        if run.world.is_main:
+            chosen = _recorded_kernels(run.folder) or choose_kernels(shapes_of(load_model_config(run.cfg.model)))
+    agreed = gather_objects(run.meshes.world, chosen)[0]
+    assert agreed is not None, "the first rank has not chosen"
+    return agreed
+
+
+def _agree_on_layers(run: Run[Any]) -> bool:
+    """Return True when layers are to be computed in C: where this run has begun so, or all ranks can compile.
+
+    Raises UserError on every rank when the run has begun so and a rank cannot.
+    """
+    recorded: bool | None = None
+    with raise_on_all_ranks(run.meshes.world):
+        if run.world.is_main:
+            recorded = _recorded_layers(run.folder)
+    problem: str | None = None
+    notes: list[str] = []
+    try:
+        notes = compile_all()
+    except CannotCompile as error:
+        problem = str(error)
+    found = gather_objects(run.meshes.world, (recorded, problem, notes))
+    recorded = found[0][0]
+    unable = {rank: why for rank, (_, why, _) in enumerate(found) if why}
+    if run.world.is_main:
+        for note in dict.fromkeys(note for _, _, theirs in found for note in theirs):  # ranks may share a cache
+            print_once_per_node(note)
+    if recorded and unable:
+        rank, why = next(iter(unable.items()))
+        raise UserError(
+            f"{run.folder.machine}: this run has computed its layers in C so far, and rank {rank} cannot: {why}; or "
+            "remove the file to go on without, which changes the last bits of results"
+        )
+    return not unable if recorded is None else recorded
+
+
+def _recorded_layers(folder: RunFolder) -> bool | None:
+    written = (folder.read_machine() or {}).get("layers_in_c")
+    if written not in (None, True, False):
+        raise UserError(f"{folder.machine}: layers_in_c is {written!r}, which is not true or false; remove the file")
+    return written
+
+
+def _recorded_kernels(folder: RunFolder) -> LinearKernels | None:
+    written = (folder.read_machine() or {}).get("linear_kernels")
+    if written is None:  # a new run, or one that began on other devices
+        return None
+    try:
+        return kernels_of(written)
+    except ValueError as error:
+        raise UserError(f"{folder.machine}: linear_kernels: {error}; remove the file to choose them again") from error
 
 
 def shapes_of(model_config: Any) -> list[Shape]:
@@ -113,25 +206,6 @@ def _machine_and(shapes: Sequence[Shape]) -> str:
     # glibc's settings too: oneDNN copies, and how fast that is depends on whether freed memory stays mapped.
     allocator = " ".join(f"{name}{os.environ[name]}" for name in sorted(os.environ) if name.startswith("MALLOC_"))
     return f"{processor()}; torch {torch.__version__}; {sizes}; {allocator}"
-
-
-def processor() -> str:
-    """Name the processor, and what decides which kernels torch takes on it."""
-    described = [processor_name(), torch.backends.cpu.get_cpu_capability(), limits()]
-    return ", ".join(part for part in described if part)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, complete or not at all, whatever ends the process or the machine. Raises OSError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 torch has no kernels that norm, rotate or gate in one pass over a tensor on a CPU, and its own compiler takes tens of
 seconds at each start. The C compiler that a machine has takes half a second once: what it makes is in the user's cache,
 by source, compiler and processor, with its digest at its end. What is damaged there is made again, and a line says so.
-Where there is no compiler, the same functions in torch serve (`fused_plain.py`).
+Where there is no compiler, layers stay transformers', and the decoder has the same functions in torch
+(`model/fused_plain.py`).
 
 Their last bits differ from torch's. So ranks agree on whether to use them, and a run keeps to it when it resumes.
 """
@@ -26,9 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.calibration import write_whole
-from spmdrl.model.processor import instructions, processor_name
-from spmdrl.model.user_cache import users_cache
+from spmdrl.model.machine import instructions, processor_name, users_cache
 
 _SOURCES = Path(__file__).parent / "c"
 # Sums may be reassociated, so that they fit vector registers; infinities and nan keep their meaning.
@@ -144,6 +143,19 @@ class Function:
         found = library(self._source).functions[self._name]
         found.argtypes, found.restype = [_C_TYPES[letter] for letter in self._arguments], ctypes.c_int
         return found
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, complete or not at all, whatever ends the process or the machine. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _compile(compiler: str, source: Path, target: Path) -> Path:

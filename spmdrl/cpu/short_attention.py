@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model import attention_c
-from spmdrl.model.compiled import serves
+from spmdrl.cpu import kernels_c
+from spmdrl.cpu.compiled import serves
+from spmdrl.model.attention_layer import AttentionLayer
+from spmdrl.model.cpu_room import EqualLengths
 
 MAX_TOKENS = 128  # of a sequence; at this length the fused kernel takes as long
 _MAX_SCORES = 2**22  # numbers in one batch, which exist for a moment
@@ -41,6 +43,26 @@ def batches_of_similar_length(seqlens: Sequence[int], limit: int, *, num_heads: 
         longest, total = max(longest, length), total + length
     if batch:
         yield batch
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], layer: AttentionLayer, equal_lengths: EqualLengths
+) -> Tensor:
+    """Attend within sequences: short ones together, where they are faster so, and others by `equal_lengths`.
+
+    q is [T, H, D], k and v [T, K, D], as many keys as queries, and no sinks; the result is [T, H, D].
+    """
+    limit = MAX_TOKENS if layer.window is None else min(MAX_TOKENS, layer.window)
+    if max(seqlens) <= limit and serves(q, k, v):
+        return attend_short(q, k, v, seqlens, layer.scale)
+    outputs, start = [], 0
+    for batch in batches_of_similar_length(seqlens, limit, num_heads=q.shape[1]):
+        tokens = slice(start, start + sum(batch))
+        start = tokens.stop
+        part = (q[tokens], k[tokens], v[tokens])
+        is_short = max(batch) <= limit
+        outputs.append(attend_short(*part, batch, layer.scale) if is_short else equal_lengths(*part, len(batch), layer))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
@@ -86,7 +108,7 @@ def _probabilities(queries: Tensor, keys: Tensor, length: int, scale: float) -> 
 def _short_attention(q: Tensor, k: Tensor, v: Tensor, seqlens: list[int], scale: float) -> Tensor:
     """P = softmax(scale Q K^T + mask), O = P V."""
     if serves(q, k, v):
-        return attention_c.attend(q, k, v, seqlens, scale)
+        return kernels_c.attend(q, k, v, seqlens, scale)
     batch = _Batch(seqlens, k.shape[1], q.device)
     p = _probabilities(batch.matrices(q), batch.matrices(k), batch.length, scale)
     return batch.tokens(torch.bmm(p, batch.matrices(v)))
@@ -100,7 +122,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v = ctx.saved_tensors
     if serves(grad, q, k, v):
-        return *attention_c.attend_backward(grad, q, k, v, ctx.seqlens, ctx.scale), None, None
+        return *kernels_c.attend_backward(grad, q, k, v, ctx.seqlens, ctx.scale), None, None
     batch = _Batch(ctx.seqlens, k.shape[1], grad.device)
     queries, keys, values = (batch.matrices(x) for x in (q, k, v))
     by_out = batch.matrices(grad)

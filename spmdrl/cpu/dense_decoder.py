@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from spmdrl.cpu import kernels_c
+from spmdrl.cpu.compiled import serves
+from spmdrl.cpu.products import linear
 from spmdrl.engine.torch.adapters import AdapterBank
 from spmdrl.engine.torch.cache import DecodeTokens, PrefillExtend
 from spmdrl.families import FAMILIES, layer_class
-from spmdrl.model import attention_c
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.compiled import serves
 from spmdrl.model.fused import kernels_for
-from spmdrl.model.linear import linear
 from spmdrl.model.rotary import changes_after
 from spmdrl.model.trunk import Trunk
 
@@ -127,7 +127,7 @@ class DenseDecoder:
             size, seen = (num_kv_heads, self._head_dim), new.seen.through(layer.attention.window)
             cache = new.cells(layer.attention.index, size)
             tables = (layer.qk_norms, cos, sin, self._eps)
-            return attention_c.attend_newest(qkv, *tables, *cache, seen, layer.attention.scale)
+            return kernels_c.attend_newest(qkv, *tables, *cache, seen, layer.attention.scale)
         q, k, v = qkv.split((self._num_heads, num_kv_heads, num_kv_heads), dim=1)
         q, k = (
             kernels_for(x).rotate(x, norm, cos, sin, self._eps) for x, norm in zip((q, k), layer.qk_norms, strict=True)
