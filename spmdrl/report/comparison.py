@@ -154,21 +154,19 @@ def comparison_page(compared: Comparison) -> str:
 
 
 def _legend(lines: tuple[Line, ...]) -> str:
-    entries = [
-        f'<li class="l{place % len(RUN_COLORS)}"><span class="swatch"></span>{_text(line.label)} '
-        f"<small>{_text(_members(line))}</small></li>"
-        for place, line in enumerate(lines)
-    ]
+    entries = []
+    for place, line in enumerate(lines):
+        runs = ", ".join(f"{run.name} (seed {run.settings.get('run.seed', 'unknown')})" for run in line.runs)
+        entries.append(
+            f'<li class="l{place % len(RUN_COLORS)}"><span class="swatch"></span>{_text(line.label)} '
+            f"<small>{_text(runs)}</small></li>"
+        )
     return f'<ul class="legend">{"".join(entries)}</ul>' + (
         "<p>A band is from the lowest to the highest of runs that differ by their seed alone; the line is their mean."
         " Curves are smoothed.</p>"
         if any(len(line.runs) > 1 for line in lines)
         else "<p>Curves are smoothed.</p>"
     )
-
-
-def _members(line: Line) -> str:
-    return ", ".join(f"{run.name} (seed {run.settings.get('run.seed', 'unknown')})" for run in line.runs)
 
 
 def _differences_table(compared: Comparison) -> str:

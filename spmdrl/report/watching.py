@@ -208,7 +208,9 @@ def _ranks(run: Snapshot) -> RenderableType:
         return Text("none has written its status yet", style="dim")
     states = Counter(rank.state for rank in run.ranks)
     summary = Text(", ".join(f"{count} {state}" for state, count in states.items()), style="dim")
-    shown = run.ranks if len(run.ranks) <= _MAX_RANKS else _standing_out(run.ranks)
+    shown = run.ranks
+    if len(shown) > _MAX_RANKS:  # the silent ones first, then those that have been still for the longest
+        shown = sorted(shown, key=lambda rank: (rank.state != "silent", -rank.still_s))[:_MAX_RANKS]
     table = Table.grid(padding=(0, 2, 0, 0))
     for rank in shown:
         status, silent = rank.status, rank.state == "silent"
@@ -223,11 +225,6 @@ def _ranks(run: Snapshot) -> RenderableType:
             ),
         )
     return Group(summary, table)
-
-
-def _standing_out(ranks: Sequence[RankHealth]) -> list[RankHealth]:
-    """The silent ranks first, then those that have been still for the longest."""
-    return sorted(ranks, key=lambda rank: (rank.state != "silent", -rank.still_s))[:_MAX_RANKS]
 
 
 def _samples(samples: Sequence[Row]) -> Table:

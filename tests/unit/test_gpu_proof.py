@@ -15,7 +15,7 @@ import torch
 from spmdrl.tools import commit
 from tests.gpu.proof import facts, gpu_proof, gpu_report, tests_seen
 from tests.gpu.proof.claims import Claim, claims
-from tests.gpu.proof.evidence import NO_EVIDENCE, judge, outcomes
+from tests.gpu.proof.gpu_report import NO_EVIDENCE, judge, outcomes
 from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, last_object
 from tests.gpu.proof.stages import STAGES, Step
 

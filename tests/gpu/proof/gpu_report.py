@@ -1,7 +1,7 @@
 """Write docs/gpu-confirmed.md from what `launch/gpu_proof.sh` wrote: `python -m tests.gpu.proof.gpu_report [FILE ...]`.
 
-Without files it reads benchmarks/results/gpu-proof-*.json. Each claim has a row, with what the
-newest file says of its tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
+Without files it reads benchmarks/results/gpu-proof-*.json. Each claim has a row, with what the newest file says of its
+tests and steps, or "not yet run"; then come the figures, and where and when they were measured.
 `--emulated LINES` writes down what tests/gpu showed on the emulated device, which has a column of its own.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from spmdrl.config.strict import as_written, read_json
 from spmdrl.faults.text import Parser, say
@@ -22,8 +22,7 @@ from spmdrl.tools.program import program
 from spmdrl.types import UserError
 from tests.gpu.proof import tests_seen
 from tests.gpu.proof.claims import Claim, claims
-from tests.gpu.proof.evidence import Outcome, judge, outcomes
-from tests.gpu.proof.run import FAILED, PASSED, Record
+from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, RUNNING, Record
 
 _INTRODUCTION = """\
 # What a GPU has confirmed
@@ -40,6 +39,12 @@ GPU has confirmed it; [guarantees.md](guarantees.md) lists what a CPU shows.
 _NONE = "**No GPU has run any of it yet.**\n"
 _EMULATED = ROOT / "benchmarks/results/emulated-device.json"
 _IN_SHORT = {"confirmed": "passed", "in part": "in part", "failed": "failed"}  # by how a finding begins
+
+Kind = Literal["passed", "failed", "not run"]
+
+NO_EVIDENCE = "not yet run: no test or benchmark covers it"
+_WRONG = (FAILED, KILLED, RUNNING)
+_MAX_FAILURES = 3  # that a row shows
 
 
 @program("cannot report")
@@ -195,6 +200,113 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; the first row is its head."""
     lines = [f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+# What the records show of each test and step, and what follows for a claim.
+
+
+class Outcome(NamedTuple):
+    """The newest record of a test, of a file of tests or of a step."""
+
+    name: str
+    kind: Kind
+    record: str  # the name of the file
+    reason: str = ""  # of a failure, or why it was not run
+
+
+class Finding(NamedTuple):
+    """What the records show of a claim."""
+
+    result: str
+    records: tuple[str, ...]  # names of the files it follows from; none where nothing was seen
+
+
+def outcomes(records: Mapping[str, Record]) -> Mapping[str, Outcome]:
+    """Return the newest outcome of each test, file and step by its name; one that was not run replaces no other."""
+    found: dict[str, Outcome] = {}
+    for name, record in sorted(records.items(), key=lambda item: item[1]["date"]):
+        for step in record["steps"]:
+            for outcome in _of_step(step, name):
+                if outcome.kind != "not run" or found.get(outcome.name, outcome).kind == "not run":
+                    found[outcome.name] = outcome
+    return found
+
+
+def judge(claim: Claim, seen: Mapping[str, Outcome]) -> Finding:
+    """Say what was seen of a claim: a failure first, else whether all of its evidence was there."""
+    evidence = {name: _about(name, seen) for name in (*claim.tests, *claim.steps)}
+    flat = list(dict.fromkeys(outcome for found in evidence.values() for outcome in found))
+    of = {kind: [outcome for outcome in flat if outcome.kind == kind] for kind in ("passed", "failed", "not run")}
+    missing = [name for name, found in evidence.items() if not any(outcome.kind == "passed" for outcome in found)]
+    if not evidence:
+        return Finding(result=NO_EVIDENCE, records=())
+    if of["failed"]:
+        shown = [f"`{one.name}`: {one.reason}" for one in of["failed"][:_MAX_FAILURES]]
+        others = len(of["failed"]) - len(shown)
+        result = f"failed: {'; '.join(shown)}{f'; and {others} more' if others else ''}"
+    elif not missing and not of["not run"]:
+        result = f"confirmed, by {_counted(len(of['passed']))}" if claim.tests else "ran; the figures are below"
+    elif of["passed"]:
+        seen_in_part = (evidence[name] for name in evidence if name not in missing)
+        cases = [outcome.name for found in seen_in_part for outcome in found if outcome.kind == "not run"]
+        names = ", ".join(f"`{name}`" for name in (*missing, *cases))
+        result = f"in part, by {_counted(len(of['passed']))}; not yet run: {names}{_but(of['not run'])}"
+    else:
+        result = f"not yet run{_but(of['not run'])}"
+    ran = of["passed"] + of["failed"]
+    return Finding(result=result, records=tuple(sorted({outcome.record for outcome in ran})))
+
+
+def _of_step(step: Record, record: str) -> Iterator[Outcome]:
+    """The outcome of a step, of the file whose tests it runs, and of each test."""
+    status, reason = step["status"], _reason(step)
+    kind: Kind = "passed" if status == PASSED else "failed" if status in _WRONG else "not run"
+    yield Outcome(name=step["name"], kind=kind, reason=reason, record=record)
+    file = step["command"].split()[-1]
+    if file.startswith("tests/") and kind != "passed":
+        # Of tests that did not begin: those that did have an outcome of their own.
+        yield Outcome(name=file, kind="not run", reason=reason, record=record)
+    seen = step.get("tests", {})
+    for name in seen.get("passed", {}):
+        yield Outcome(name=_test_name(name), kind="passed", record=record)
+    for name, why in seen.get("failed", {}).items():
+        yield Outcome(name=_test_name(name), kind="failed", reason=why, record=record)
+    for name, why in seen.get("skipped", {}).items():
+        yield Outcome(name=_test_name(name), kind="not run", reason=why, record=record)
+
+
+def _reason(step: Record) -> str:
+    """Say why a step did not pass."""
+    last = next((line.strip() for line in reversed(step.get("tail", [])) if line.strip()), "")
+    return {
+        PASSED: "",
+        FAILED: f"exit code {step.get('exit_code')}{f': {last}' if last else ''}",
+        KILLED: f"killed after {step.get('seconds', 0):.0f} s",
+        RUNNING: "the stage was killed",
+        NOT_REACHED: "no time was left",
+    }.get(step["status"], "")
+
+
+def _test_name(test: str) -> str:
+    """`memory::test_x[case]` for `tests/gpu/test_memory.py::test_x[case]`; a file keeps its path."""
+    file, colons, name = test.partition("::")
+    return f"{Path(file).stem.removeprefix('test_')}::{name}" if colons else file
+
+
+def _about(name: str, seen: Mapping[str, Outcome]) -> list[Outcome]:
+    """The outcomes of a step or a test in all of its cases, or of the file that was to run it."""
+    cases = [outcome for key, outcome in seen.items() if key == name or key.startswith(f"{name}[")]
+    file = f"tests/gpu/test_{name.partition('::')[0]}.py"
+    return cases or ([seen[file]] if file in seen else [])
+
+
+def _counted(passed: int) -> str:
+    return f"{passed} test{'' if passed == 1 else 's'}"
+
+
+def _but(not_run: Iterable[Outcome]) -> str:
+    reasons = sorted({outcome.reason for outcome in not_run if outcome.reason})
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 if __name__ == "__main__":
