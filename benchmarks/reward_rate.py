@@ -23,8 +23,8 @@ from contextlib import ExitStack
 import psutil
 
 from spmdrl.config import RewardConfig
-from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
+from spmdrl.rewards.verifiers import RewardItem
 
 MODES = ("strict", "off")
 TARGET_PER_S, CORES = 10_000, 2

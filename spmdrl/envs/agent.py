@@ -20,7 +20,8 @@ from spmdrl.envs.protocol import Answer, EnvironmentFailure, MetricNames
 from spmdrl.envs.verifiers_process import LOAD_S, VerifiersProcess
 from spmdrl.types import UserError
 from spmdrl.workers.folders import sweep
-from spmdrl.workers.process import all_loaded, process_variables
+from spmdrl.workers.pool import all_loaded
+from spmdrl.workers.process import process_variables
 
 _END_S = 5.0  # for what still waits when all is closed
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class AgentClient:
     """Runs the command of `environment.source` for each episode, and the server that it calls.
 
-    With verifiers the command asks a process that holds the environment. UserError if the command does not exist, the
+    With verifiers the command asks a process that has the environment. UserError if the command does not exist, the
     port is not free, or the environment cannot be loaded. Close it, or use it in a `with` statement.
     """
 
@@ -70,7 +71,7 @@ class AgentClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         try:
-            all_loaded([self.submit(self._begin())], "environment.source", [source], limit_s=LOAD_S)
+            all_loaded([self.submit(self._start())], "environment.source", [source], limit_s=LOAD_S)
         except BaseException:
             self._stop()
             raise
@@ -131,7 +132,7 @@ class AgentClient:
         self._runs.discard(run)
         await run.close()
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         if self._verifiers is not None:
             await self._verifiers.start()
         await self._endpoint.start()

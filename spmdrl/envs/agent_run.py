@@ -3,110 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
-import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
-from spmdrl.envs.agent_calls import Branches, Call, Reply
+from spmdrl.data.turns import message_of
 from spmdrl.envs.endpoint import Endpoint, EpisodeEnded
 from spmdrl.envs.observations import numbers_of, to_json
+from spmdrl.envs.openai_forms import Call, Reply
 from spmdrl.envs.protocol import Answer, EnvironmentFailure, MetricNames
-from spmdrl.faults import guard
 from spmdrl.workers.channel import bounded
-from spmdrl.workers.folders import HeldFolder
-
-# One run of an agent's command, with its folder and the end of what it printed.
-
-
-_GUARD = Path(str(guard.__file__))
-_MAX_KEPT_BYTES = 8192  # of each of its streams
-_DRAIN_S = 1.0  # for the end of the streams of a command that has ended
-
-
-class AgentProcess:
-    """A command that is running, with its guard. Start it in a thread that outlives it."""
-
-    def __init__(self, process: asyncio.subprocess.Process, folder: HeldFolder) -> None:
-        assert process.stdout is not None and process.stderr is not None
-        self._process, self._folder = process, folder
-        self._streams = [_Tail(process.stderr), _Tail(process.stdout)]
-        self.ended: asyncio.Task[int] = asyncio.ensure_future(self._end())  # its exit code, as a shell gives it
-
-    @classmethod
-    async def start(
-        cls, command: Sequence[str], variables: Mapping[str, str], start: EpisodeStart, *, gives_answer: bool
-    ) -> AgentProcess:
-        """Start the command in a folder of its own, where the episode's file is. Raises OSError or ValueError."""
-        folder = HeldFolder()
-        file = Path(folder.path, "episode.json")
-        try:
-            file.write_text(_written(start, gives_answer), encoding="utf-8")
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())),
-                *(argument.replace("{prompt}", start.prompt) for argument in command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=folder.path,
-                env={
-                    **variables,
-                    "TMPDIR": folder.path,
-                    "SPMDRL_EPISODE": str(file),
-                    "SPMDRL_SEED": str(start.seed),
-                },
-                start_new_session=True,  # keeps a terminal's Ctrl-C away
-            )
-        except BaseException:
-            folder.remove()
-            raise
-        return cls(process, folder)
-
-    def last_lines(self) -> str:
-        """Return the end of its standard error or, if that is empty, of its standard output."""
-        texts = (stream.text() for stream in self._streams)
-        return next(filter(None, texts), "")
-
-    async def close(self) -> None:
-        """Kill the command with all that it has started, if it has not ended, and remove its folder."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)  # the guard's signal to end it all
-        await self.ended
-        await asyncio.to_thread(self._folder.remove)
-
-    async def _end(self) -> int:
-        code = await self._process.wait()
-        await asyncio.wait([stream.read for stream in self._streams], timeout=_DRAIN_S)
-        for stream in self._streams:
-            stream.read.cancel()
-        return code if code >= 0 else 128 - code
-
-
-class _Tail:
-    """Reads a stream to its end and keeps the last bytes."""
-
-    def __init__(self, stream: asyncio.StreamReader) -> None:
-        self._kept = b""
-        self.read = asyncio.ensure_future(self._read(stream))
-
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        while read := await stream.read(_MAX_KEPT_BYTES):
-            self._kept = (self._kept + read)[-_MAX_KEPT_BYTES:]
-
-    def text(self) -> str:
-        return self._kept.decode(errors="replace").strip()
-
-
-def _written(start: EpisodeStart, gives_answer: bool) -> str:
-    content = {"prompt": start.prompt, "task": start.task, "metadata": start.metadata, "seed": start.seed}
-    return json.dumps(content | ({"answer": start.answer} if gives_answer else {}), default=str)
-
+from spmdrl.workers.folders import LockedFolder
+from spmdrl.workers.process import GuardedProcess
 
 Log = Sequence[tuple[Action | None, Observation]]  # of an episode: the reset, which has no action, and the steps
 Waiting = tuple[Call, "asyncio.Future[Reply]"]
@@ -129,9 +41,9 @@ class AgentRun:
     """One run. Everything about it happens in the loop of the endpoint; its calls are answered one after another."""
 
     def __init__(self, agent: Agent, start: EpisodeStart, log: Log) -> None:
-        """With a log it begins by repeating that; what it then says must be the same."""
+        """With a log it first repeats that, and must make the same calls."""
         self._agent, self._start, self._log = agent, start, log
-        self._process: AgentProcess | None = None
+        self._process: GuardedProcess | None = None
         self._key: str | None = None
         self._calls: asyncio.Queue[Waiting] = asyncio.Queue()
         self._open_call: Waiting | None = None  # the one that the policy is answering
@@ -146,7 +58,7 @@ class AgentRun:
     # What the episode asks
 
     async def ask(self, action: Action | None) -> Answer:
-        """Give the policy's action, None for the reset, and return what the agent then says, or why it has failed."""
+        """Give the policy's action, None for the reset, and return what the agent asks then, or why it has failed."""
         if self._failure is None and self._process is None:
             self._failure = await self._repeat()
         if self._failure is None:
@@ -159,14 +71,14 @@ class AgentRun:
     async def _repeat(self) -> EnvironmentFailure | None:
         """Start the command, and go through the log."""
         try:
-            await self._begin()
+            await self._start_command()
         except (OSError, ValueError) as error:  # a prompt that is too long for an argument, or has a null character
             return _failure(f"the agent cannot be started: {error}")
-        for earlier, said in self._log:
+        for earlier, recorded in self._log:
             again = await self._observe(earlier)
             if isinstance(again, EnvironmentFailure):
                 return again
-            if not _is_same(again, said):
+            if not _is_same(again, recorded):
                 return _failure("the agent does not repeat itself: run again, it made another call")
         return None
 
@@ -195,14 +107,24 @@ class AgentRun:
         self._metrics = numbers_of({**self._metrics, **metrics})
         self._reward = total
 
-    async def _begin(self) -> None:
+    async def _start_command(self) -> None:
         """Start the command. Raises OSError or ValueError."""
         agent = self._agent
         self._key = agent.endpoint.admit(self)
-        variables = {"OPENAI_BASE_URL": agent.endpoint.url, "OPENAI_API_KEY": self._key}
-        self._process = await AgentProcess.start(
-            agent.command, {**agent.variables, **variables}, self._start, gives_answer=agent.gives_answer
-        )
+        start, folder = self._start, LockedFolder()
+        file = Path(folder.path, "episode.json")
+        content = {"prompt": start.prompt, "task": start.task, "metadata": start.metadata, "seed": start.seed}
+        answer = {"answer": start.answer} if agent.gives_answer else {}
+        file.write_text(json.dumps(content | answer, default=str), encoding="utf-8")
+        variables = {
+            "OPENAI_BASE_URL": agent.endpoint.url,
+            "OPENAI_API_KEY": self._key,
+            "TMPDIR": folder.path,
+            "SPMDRL_EPISODE": str(file),
+            "SPMDRL_SEED": str(start.seed),
+        }
+        command = [argument.replace("{prompt}", start.prompt) for argument in agent.command]
+        self._process = await GuardedProcess.start(command, {**agent.variables, **variables}, folder, cwd=folder.path)
         if self._is_closed:  # meanwhile
             await self.close()
 
@@ -262,7 +184,7 @@ class AgentRun:
         """Return what the command's end means."""
         assert self._process is not None
         self._hang_up()
-        code, printed = self._process.ended.result(), self._process.last_lines()
+        code, printed = self._process.ended.result(), self._process.printed()
         if self._is_closed:
             return _failure("closed")
         if code != 0:
@@ -270,7 +192,7 @@ class AgentRun:
             return _failure(f"the agent ended with exit code {code}{last}", printed)
         if is_reset:
             return _failure("the agent ended without a call of the policy", printed)
-        ended = self._agent.names.kept(Observation(reward=self._take_reward(), done=True, metrics=self._metrics))
+        ended = self._agent.names.known(Observation(reward=self._take_reward(), done=True, metrics=self._metrics))
         return dataclasses.replace(ended, metrics={**ended.metrics, **self._counts()})
 
     def _counts(self) -> dict[str, float]:
@@ -311,3 +233,75 @@ def _is_same(one: Answer, other: Observation) -> bool:
     return isinstance(one, Observation) and dataclasses.replace(one, metrics={}) == dataclasses.replace(
         other, metrics={}
     )
+
+
+# Where an agent's call goes on: the deepest recorded conversation that its messages begin with.
+#
+# Trajectories are numbered as the episode numbers them: each call that does not go on after the last turn begins one.
+
+
+_APPENDED_ROLES = ("user", "tool")  # after a response; other messages are rendered with the whole conversation
+
+Key = tuple[str, ...]  # what a message says, however a client writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a call among the trajectories."""
+
+    branch: tuple[int, int] | None  # as in `Observation`; (0, 0) is the beginning
+    messages: tuple[Message, ...]  # those after it
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    tools: tuple[dict[str, Any], ...]
+    turns: list[tuple[Key, ...]] = field(default_factory=list)  # the conversation up to and with each response
+
+
+class Branches:
+    """The conversations of one episode."""
+
+    def __init__(self) -> None:
+        self._trajectories: list[_Trajectory] = []
+        self._asked: tuple[Key, ...] = ()
+
+    def place(self, call: Call) -> Place:
+        """Find the place of a call, which is then the end of its trajectory."""
+        self._asked = tuple(_key(message) for message in call.messages)
+        depth, index, num_turns = max(self._matches(call), default=(0, 0, 0))
+        if (index, num_turns) == self._end and depth:
+            return Place(None, call.messages[depth:])
+        self._trajectories.append(_Trajectory(call.tools))
+        return Place((index, num_turns), call.messages[depth:])
+
+    def add(self, action: Action) -> None:
+        """Record the policy's answer to the call that was placed last."""
+        self._trajectories[-1].turns.append((*self._asked, _key(message_of(action))))
+
+    @property
+    def _end(self) -> tuple[int, int]:
+        """The last trajectory, and the number of its turns."""
+        return len(self._trajectories) - 1, len(self._trajectories[-1].turns) if self._trajectories else 0
+
+    def _matches(self, call: Call) -> list[tuple[int, int, int]]:
+        """The recorded conversations that the call can be appended to: messages, trajectory, its turns."""
+        can_append = len(call.messages)  # from here on there are only messages that can follow a response
+        while can_append and call.messages[can_append - 1]["role"] in _APPENDED_ROLES:
+            can_append -= 1
+        return [
+            (len(recorded), index, num_turns)
+            for index, trajectory in enumerate(self._trajectories)
+            if trajectory.tools == call.tools
+            for num_turns, recorded in enumerate(trajectory.turns, start=1)
+            if can_append <= len(recorded) < len(self._asked) and self._asked[: len(recorded)] == recorded
+        ]
+
+
+def _key(message: Message) -> Key:
+    """Return what identifies a message. Clients trim answers, and write a call's arguments in their own way."""
+    content = message["content"]
+    if message["role"] != "assistant":
+        return message["role"], content
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return "assistant", content.strip(), *(json.dumps([c["name"], c["arguments"]], sort_keys=True) for c in calls)

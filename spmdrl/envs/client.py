@@ -3,19 +3,71 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any, Protocol
 
 from spmdrl.config import EnvironmentConfig
+from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.protocol import Answer, MetricNames
-from spmdrl.envs.session import EnvSession
-from spmdrl.envs.supervisor import EnvWorkerSupervisor
+from spmdrl.envs.observations import from_json, max_answer_bytes
+from spmdrl.envs.protocol import Answer, Close, EnvironmentFailure, EnvJob, Loaded, MetricNames, Request, Reset, Step
+from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
-from spmdrl.workers.folders import sweep
-from spmdrl.workers.process import START_LIMIT_S, all_loaded, process_variables, sandbox_hint
+from spmdrl.workers.pool import INVALID_ANSWER, FailureKind, Session, WorkerPool, WorkerProgram, unprotected_in
+from spmdrl.workers.process import sandbox_hint
+from spmdrl.workers.sandbox import Sandbox
+
+_THREADS_WITHOUT_SANDBOX = 64
+_MAX_IDLE_DEATHS = 3
+
+
+class OpenEpisode(Protocol):
+    """The environment of one episode, asked one thing at a time. Its futures never raise."""
+
+    def reset(self) -> Future[Answer]:
+        """Begin the episode."""
+
+    def step(self, action: Action) -> Future[Answer]:
+        """Ask for the answer to an action."""
+
+    def close(self) -> None:
+        """End the episode."""
+
+
+class Environments(Protocol):
+    """The environments of a rank."""
+
+    tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them
+    unprotected: list[str]  # what the sandbox cannot stop on this machine
+
+    def check(self, start: EpisodeStart) -> Observation:
+        """Begin an episode and end it. Raises UserError if that fails."""
+
+    def open(
+        self,
+        start: EpisodeStart,
+        history: Sequence[tuple[Action, Observation]] = (),
+        greeting: Observation | None = None,
+    ) -> OpenEpisode:
+        """Open an episode. With a greeting, it is replayed up to the end of its history."""
+
+
+def open_environments(cfg: EnvironmentConfig) -> AbstractContextManager[Environments]:
+    """Start what the environments of a rank run in. Raises UserError when they cannot be loaded."""
+    if not isinstance(cfg.source, AgentEnvironment | VerifiersEnvironment):
+        return EnvironmentClient(cfg)
+    try:
+        from spmdrl.envs.agent import AgentClient
+    except ImportError as error:
+        raise UserError(
+            f'environment.source.kind = "{cfg.source.kind}" needs a package that cannot be imported: {error}; install '
+            'it with pip install "spmdrl[endpoint]"'
+        ) from error
+    return AgentClient(cfg)
 
 
 class EnvironmentClient:
@@ -26,20 +78,28 @@ class EnvironmentClient:
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
         self._cfg = cfg
-        self._lock = threading.Lock()  # of the keepers' numbers of open environments
-        self._num_opened = 0
-        sweep()
-        variables = process_variables(cfg.sandbox)
-        names = MetricNames()
-        self._keepers = [EnvWorkerSupervisor(cfg, variables, names) for _ in range(cfg.num_workers)]
-        try:
-            starts = [keeper.loaded for keeper in self._keepers]
-            *_, loaded = all_loaded(starts, "environment.source", [cfg.source], limit_s=START_LIMIT_S)
-        except BaseException:
-            self.close()
-            raise
-        self.tools = loaded.tools  # JSON schemas, as chat templates take them
-        self.unprotected = loaded.unprotected  # what the sandbox cannot stop on this machine
+        self._numbers = itertools.count(1)  # of environments
+        self._names = MetricNames()
+        self._workers = WorkerPool(
+            WorkerProgram(
+                code=PROGRAM,
+                table="environment",
+                setting="environment.source",
+                sections=[cfg.source],
+                sandbox=cfg.sandbox,
+                job=self._job,
+                loaded=_loaded,
+                name="the environment's process",
+                limit_s=cfg.step_timeout_s,
+                too_late=f"no answer within environment.step_timeout_s = {cfg.step_timeout_s:g} seconds",
+                max_answer_bytes=max_answer_bytes(cfg.max_observation_characters),
+                max_deaths=2,
+                has_time_to_close=True,
+            ),
+            cfg.num_workers,
+        )
+        self.tools = self._workers.loaded.tools  # JSON schemas, as chat templates take them
+        self.unprotected = self._workers.loaded.unprotected  # what the sandbox cannot stop on this machine
 
     def __enter__(self) -> EnvironmentClient:
         return self
@@ -72,38 +132,41 @@ class EnvironmentClient:
     ) -> OpenEnvironment:
         """Open the environment of an episode, in the process that has fewest.
 
-        With a greeting, the answer to its reset, it is played again up to the end of its history. If that does not
-        give the same observations, the next request fails.
+        With a greeting, the answer to its reset, it is replayed up to the end of its history. If that does not give
+        the same observations, the next request fails.
         """
         assert greeting is not None or not history, "an episode begins with a reset"
-        log = [] if greeting is None else [(None, greeting), *history]
-        with self._lock:
-            keeper = min(self._keepers, key=lambda keeper: keeper.num_open)
-            keeper.num_open += 1
-            self._num_opened += 1
-            held = EnvSession(self._num_opened, start, log)
-        return OpenEnvironment(held, keeper, functools.partial(self._release, keeper))
+        session = EnvSession(next(self._numbers), start, [] if greeting is None else [(None, greeting), *history], self)
+        self._workers.open(session)  # what has a history is replayed from now on
+        return OpenEnvironment(session, self._workers)
 
     def close(self) -> None:
         """End the processes. What is asked gets the failure "closed"."""
-        for keeper in self._keepers:
-            keeper.stop()
-        for keeper in self._keepers:
-            keeper.join()
+        self._workers.close()
 
-    def _release(self, keeper: EnvWorkerSupervisor) -> None:
-        with self._lock:
-            keeper.num_open -= 1
+    def read(self, written: Any) -> Observation:
+        """Read the observation of a process. Raises ValueError if it is none."""
+        return self._names.known(from_json(written, self._cfg.max_observation_characters))
+
+    def _job(self, sandbox: Sandbox | None) -> EnvJob:
+        settings = self._cfg.source.model_dump()
+        return EnvJob(
+            kind=settings.pop("kind"),
+            settings=settings,
+            sandbox=sandbox,
+            # The other half is for the programs that tools start.
+            max_threads=max(1, self._cfg.sandbox.max_processes // 2) if sandbox else _THREADS_WITHOUT_SANDBOX,
+            max_characters=self._cfg.max_observation_characters,
+        )
 
 
 class OpenEnvironment:
     """The environment of one episode, asked one thing at a time. Its futures never raise."""
 
-    def __init__(self, held: EnvSession, keeper: EnvWorkerSupervisor, release: Callable[[], None]) -> None:
-        """`release` is called once, when it is closed."""
-        self._held, self._keeper, self._release = held, keeper, release
+    def __init__(self, session: EnvSession, workers: WorkerPool[Loaded]) -> None:
+        assert session.worker is not None, "a process may have any number of environments"
+        self._session, self._workers, self._post = session, workers, session.worker.post
         self._is_closed = False
-        keeper.post(held, lambda: None)  # what has a history is played again from now on
 
     def reset(self) -> Future[Answer]:
         """Begin the episode."""
@@ -117,11 +180,138 @@ class OpenEnvironment:
         """End the episode and free the environment. What is asked gets the failure "closed"."""
         if not self._is_closed:
             self._is_closed = True
-            self._release()
-            self._keeper.post(self._held, self._held.close)
+            self._workers.release(self._session)
+            self._post(self._session, self._session.close)
 
     def _ask(self, action: Action | None) -> Future[Answer]:
         future: Future[Answer] = Future()
         future.set_running_or_notify_cancel()  # nobody can cancel it: its result is set by another thread
-        self._keeper.post(self._held, functools.partial(self._held.ask, action, future))
+        self._post(self._session, functools.partial(self._session.ask, action, future))
         return future
+
+
+class EnvSession(Session):
+    """An environment, which any process can continue: a new one gets the same requests again, up to the present one.
+
+    An environment that then answers otherwise has failed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        start: EpisodeStart,
+        log: Sequence[tuple[Action | None, Observation]],
+        client: EnvironmentClient,
+    ) -> None:
+        self._number, self._start, self._client = number, start, client
+        self._log = list(log)  # the reset, which has no action, and the steps
+        self._num_replayed = 0  # answers of the present process
+        self._pending: tuple[Action | None, Future[Answer]] | None = None
+        self._failure: EnvironmentFailure | None = None
+        self._num_idle_deaths = 0  # since the last answer
+        self._is_closed = False
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._num_replayed < len(self._log)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_closed and not self.is_in_process
+
+    def ask(self, action: Action | None, future: Future[Answer]) -> None:
+        """Take the next request: an action, or None for the reset."""
+        assert self._pending is None, "an environment is asked one thing at a time"
+        if self._failure is not None:
+            future.set_result(self._failure)
+            return
+        assert (action is None) == (not self._log), "an episode begins with one reset"
+        self._pending = action, future
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.fail("error", "closed")
+
+    def request(self, number: int) -> Request | None:
+        if self._failure is not None:
+            return Close(number=number, environment=self._number) if self._is_closed and self.is_in_process else None
+        if self.is_replaying:
+            if self._pending is None and self._log[-1][1].done:
+                return None  # nobody will ask it again
+            action = self._log[self._num_replayed][0]
+        elif self._pending is not None:
+            action = self._pending[0]
+        else:
+            return None
+        if action is None:
+            return Reset(number=number, environment=self._number, start=self._start)
+        return Step(number=number, environment=self._number, action=action)
+
+    def take(self, request: Request, answer: Any) -> None:
+        if isinstance(request, Close):
+            self.is_in_process = False
+        elif "observation" in answer:
+            try:
+                self._take_observation(self._client.read(answer["observation"]))
+            except ValueError as error:
+                self.fail("error", f"the environment's answer is invalid: {error}")
+        else:
+            reason, traceback = answer["failure"], answer["traceback"]
+            if not isinstance(reason, str) or not isinstance(traceback, str):
+                raise ValueError(INVALID_ANSWER)
+            self._fail(EnvironmentFailure(kind="error", reason=reason, traceback=traceback))
+
+    def _take_observation(self, observation: Observation) -> None:
+        """Take the answer to the last request. Raises ValueError for an observation that cannot be one."""
+        if self._failure is not None:  # closed meanwhile
+            return
+        if self.is_replaying:
+            if _replay_key(observation) != _replay_key(self._log[self._num_replayed][1]):
+                what = "the reset" if self._num_replayed == 0 else f"step {self._num_replayed}"
+                self.fail(
+                    "error", f"the environment does not repeat itself: asked again, {what} gave another observation"
+                )
+            self._num_replayed += 1
+        else:
+            assert self._pending is not None, "only what was asked is answered"
+            action, future = self._pending
+            if action is not None and not observation.messages and not observation.done:
+                self.fail("error", "ValueError: a step returned neither a message for the policy nor done")
+                return
+            self._pending = None
+            self._log.append((action, observation))
+            self._num_replayed += 1
+            self._num_idle_deaths = 0
+            future.set_result(observation)
+        if not self.is_replaying and self._pending is None:
+            self.num_deaths = 0
+
+    def fail(self, kind: FailureKind, reason: str) -> None:
+        self._fail(EnvironmentFailure(kind=kind, reason=reason))
+
+    def leave(self, *, died_idle: bool, how: str) -> None:
+        """Prepare for a new process. One that dies again and again while nothing is asked ends its environments."""
+        super().leave(died_idle=died_idle, how=how)
+        self._num_replayed = 0
+        self._num_idle_deaths += died_idle
+        if self._num_idle_deaths >= _MAX_IDLE_DEATHS:
+            self.fail("error", f"the process {how}, again and again")
+
+    def _fail(self, failure: EnvironmentFailure) -> None:
+        self._failure = self._failure or failure
+        if self._pending is not None:
+            _, future = self._pending
+            self._pending = None
+            future.set_result(failure)
+
+
+def _replay_key(observation: Observation) -> tuple[Any, ...]:
+    """What an episode depends on, which metrics such as a duration are not."""
+    return (*observation.messages, *observation.images, observation.reward, observation.done, observation.state)
+
+
+def _loaded(answer: Any) -> Loaded:
+    match answer:
+        case {"tools": list(tools)} if all(isinstance(tool, dict) for tool in tools):
+            return Loaded(tools=tools, unprotected=unprotected_in(answer))
+    raise ValueError(INVALID_ANSWER)

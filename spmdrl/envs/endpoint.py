@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from spmdrl.envs.agent_calls import MODEL, Call, CallError, Form, Reply
 from spmdrl.envs.limits import Bytes, Connections, NoRoom, max_connections
-from spmdrl.envs.openai_forms import ChatForm, ResponsesForm
+from spmdrl.envs.openai_forms import MODEL, Call, CallError, CallForm, ChatForm, Reply, ResponsesForm
 from spmdrl.faults.text import lines, say
 from spmdrl.types import UserError
 
@@ -34,7 +33,7 @@ _SHOW_EVERY_S = 60
 _REMEMBERED_KEYS = 10_000  # of episodes that have ended
 _IS_OVER = "the episode of this key is over"
 _TOO_LONG = f"the body is longer than {MAX_BODY_BYTES} bytes"
-_FORMS: Mapping[str, Form] = {"/v1/chat/completions": ChatForm(), "/v1/responses": ResponsesForm()}
+_FORMS: Mapping[str, CallForm] = {"/v1/chat/completions": ChatForm(), "/v1/responses": ResponsesForm()}
 
 _Handler = Callable[["Desk", web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -74,7 +74,7 @@ class _Session:
     def __init__(self, command: Sequence[str]) -> None:
         self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
-        self._task = asyncio.create_task(self._hold(command))
+        self._task = asyncio.create_task(self._run(command))
 
     @property
     def has_ended(self) -> bool:
@@ -86,7 +86,7 @@ class _Session:
             self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def _hold(self, command: Sequence[str]) -> None:
+    async def _run(self, command: Sequence[str]) -> None:
         program, *arguments = command
         described = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         try:

@@ -1,26 +1,139 @@
-"""OpenAI's forms of a call: the bodies of `/v1/chat/completions` and of `/v1/responses`."""
+"""An agent's call of the policy in OpenAI's forms: the bodies of `/v1/chat/completions` and of `/v1/responses`."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from spmdrl.conversation import Message
-from spmdrl.envs.agent_calls import (
-    MODEL,
-    ROLES,
-    Call,
-    CallError,
-    Reply,
-    make_call,
-    refuse_settings,
-    text_of,
-    tool_call_of,
-    tool_of,
-)
+from spmdrl.config.strict import MAX_DEPTH, depth
+from spmdrl.conversation import Action, Message
+
+MODEL = "policy"
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class CallError(ValueError):
+    """The reason why a call cannot be answered, for the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A conversation that the policy is to continue. Ids of calls are left out: the policy has never seen any."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
+    max_tokens: int | None
+    stops: tuple[str, ...] = ()  # texts that end what the agent reads; the policy has sampled on
+
+    def cut(self, action: Action) -> Action:
+        """Return the action as this call wants to read it: without the first stop and what follows it."""
+        ends = [action.text.find(stop) for stop in self.stops if stop and stop in action.text]
+        return replace(action, text=action.text[: min(ends)]) if ends else action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The policy's answer to a call."""
+
+    number: int  # of the episode's replies, from 0
+    action: Action
+
+    def call_id(self, place: int) -> str:
+        """Return the id of a call of a tool. It is the same when the episode is played again."""
+        return f"c{self.number:04}x{place:03}"
+
+
+class CallForm(Protocol):
+    """One of OpenAI's two forms."""
+
+    def read(self, body: dict[str, Any]) -> Call:
+        """Read the body of a request. Raises CallError."""
+
+    def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of the response to a request."""
+
+    def events(self, response: dict[str, Any], body: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
+        """Return the same as server-sent events: their names, if they have any, and their data."""
+
+
+def make_call(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], max_tokens: Any, *, stops: Sequence[Any] = ()
+) -> Call:
+    """Put a call together. Raises CallError when the policy cannot answer such a one."""
+    if not messages:
+        raise CallError("the conversation has no message")
+    if messages[-1]["role"] == "assistant":
+        raise CallError("the last message must not be the assistant's: answers are not continued")
+    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
+        raise CallError(f"the limit of tokens must be a positive number, not {max_tokens!r}")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise CallError("two tools have the same name")
+    if not all(isinstance(stop, str) for stop in stops):
+        raise CallError("stop must be a text or a list of texts")
+    return Call(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stops=tuple(stops))
+
+
+def refuse_settings(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise CallError for a setting whose value is neither null nor among the ones allowed."""
+    for name, values in allowed.items():
+        value = body.get(name)
+        if value is not None and value not in values:
+            either = " or ".join(json.dumps(one) for one in values)
+            raise CallError(
+                f"{name} = {json.dumps(value)[:80]} is not supported; leave it out"
+                + (f" or set it to {either}" if either else "")
+            )
+
+
+def text_of(content: Any) -> str:
+    """Join the text of a message's content. Raises CallError for images and the like."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part_text(part) for part in content)
+    raise CallError("a message's content must be a text or a list of texts")
+
+
+def _part_text(part: Any) -> str:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise CallError(f"content of the type {str(kind)[:40]!r} is not supported; the policy reads text")
+
+
+def tool_of(function: Any) -> dict[str, Any]:
+    """Return a function's description as a tool's schema for chat templates. Raises CallError."""
+    match function:
+        case {"name": str(name)} if name:
+            known = {key: function[key] for key in ("description", "parameters") if function.get(key) is not None}
+            if depth(known) > MAX_DEPTH:
+                raise CallError(f"the description of a tool is nested more than {MAX_DEPTH} deep")
+            return {"type": "function", "function": {"name": name, "description": "", "parameters": {}} | known}
+    raise CallError("a tool must be a function with a name")
+
+
+def tool_call_of(name: Any, arguments: Any) -> dict[str, Any]:
+    """Return an assistant's call of a tool, with its arguments parsed. Raises CallError."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (TypeError, ValueError, RecursionError):
+        parsed = None
+    if not isinstance(name, str) or not isinstance(parsed, dict):
+        raise CallError("a call of a tool needs a name, and arguments that are a JSON object")
+    if depth(parsed) > MAX_DEPTH:
+        raise CallError(f"the arguments of a call of a tool are nested more than {MAX_DEPTH} deep")
+    return {"type": "function", "function": {"name": name, "arguments": parsed}}
+
 
 # OpenAI's chat completions: the bodies of `/v1/chat/completions`.
 
@@ -185,10 +298,10 @@ class ResponsesForm:
 
     def events(self, response: dict[str, Any], body: dict[str, Any]) -> list[tuple[str | None, dict[str, Any]]]:
         """Return the same as server-sent events, each item in one piece."""
-        begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        started = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         events: list[dict[str, Any]] = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
+            {"type": "response.created", "response": started},
+            {"type": "response.in_progress", "response": started},
         ]
         for place, item in enumerate(response["output"]):
             events += _item_events(place, item)
@@ -212,15 +325,15 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
         }
         for place, call in enumerate(action.tool_calls)
     ]
-    said = [message | {"content": [content]}] if action.text or not calls else []
-    return [*said, *calls]
+    texts = [message | {"content": [content]}] if action.text or not calls else []
+    return [*texts, *calls]
 
 
 def _item_events(place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     at = {"output_index": place, "item_id": item["id"]}
     empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-    begun = item | {"status": "in_progress"} | empty
-    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    started = item | {"status": "in_progress"} | empty
+    yield {"type": "response.output_item.added", "output_index": place, "item": started}
     if item["type"] == "message":
         (part,) = item["content"]
         at |= {"content_index": 0}
@@ -239,8 +352,8 @@ def _responses_messages(items: list[Any]) -> list[Message]:
     """Return the items as messages: what an assistant says and the calls after it are one."""
     messages: list[Message] = []
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
-    kept = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
-    for is_of_assistant, group in itertools.groupby(kept, key=_is_of_assistant):
+    shown = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
+    for is_of_assistant, group in itertools.groupby(shown, key=_is_of_assistant):
         if is_of_assistant:
             messages += _assistant(group, names)
         else:

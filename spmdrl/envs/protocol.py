@@ -1,4 +1,4 @@
-"""An environment, as its process holds it; and what travels between that process and its rank."""
+"""An environment, as its process sees it; and what travels between that process and its rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,7 +22,7 @@ DROPPED = "dropped_metrics"
 
 
 class MetricNames:
-    """Keeps the first `MAX_NAMES` names that a rank's environments use.
+    """Stores the first `MAX_NAMES` names that a rank's environments use.
 
     Every name is a curve of the run, with its place in each row of metrics.jsonl. A name with a random part, such as an
     episode's, would make them without end. It may be asked from several threads.
@@ -32,20 +32,20 @@ class MetricNames:
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
-    def kept(self, observation: Observation) -> Observation:
+    def known(self, observation: Observation) -> Observation:
         """Return an observation with the metrics that have a place, and the number of the others as a metric."""
         with self._lock:
             for name in observation.metrics:
                 if len(self._known) < MAX_NAMES:
                     self._known.add(name)
-            kept = {name: value for name, value in observation.metrics.items() if name in self._known}
-        if num_dropped := len(observation.metrics) - len(kept):
-            return dataclasses.replace(observation, metrics={**kept, DROPPED: float(num_dropped)})
+            known = {name: value for name, value in observation.metrics.items() if name in self._known}
+        if num_dropped := len(observation.metrics) - len(known):
+            return dataclasses.replace(observation, metrics={**known, DROPPED: float(num_dropped)})
         return observation
 
 
 class Environment(Protocol):
-    """The environment of one episode. Its methods are called one after the other, as the episode goes."""
+    """The environment of one episode. Its methods are called one after the other."""
 
     async def reset(self, start: EpisodeStart) -> Observation:
         """Begin the episode; returns messages to add to the prompt's, maybe none."""
@@ -54,24 +54,25 @@ class Environment(Protocol):
         """Answer an action of the policy's."""
 
     async def close(self) -> None:
-        """Free what the episode held."""
+        """Free what the episode used."""
 
 
-class Maker(Protocol):
-    """A source of environments: the `load(**settings)` of a kind returns it, or a coroutine that does."""
+async def _nothing() -> None:
+    pass
 
-    tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them; none without tools
 
-    def __call__(self) -> Environment:
-        """Make the environment of one episode."""
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A source of environments: the loader of a kind returns it, or a coroutine that does."""
 
-    async def close(self) -> None:
-        """Free what the environments share."""
+    make: Callable[[], Environment]  # the environment of one episode
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, as chat templates take them
+    close: Callable[[], Awaitable[None]] = _nothing  # frees what the environments share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFailure:
-    """The reason why there is no observation, in words fit to be shown, whoever said them."""
+    """The reason why there is no observation, in printable words."""
 
     kind: Literal["timeout", "error"]
     reason: str  # one line
@@ -86,7 +87,7 @@ Answer = Observation | EnvironmentFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class EnvJob:
     """A process's task: the first message it receives."""
 
     kind: str
@@ -130,13 +131,6 @@ class Close:
     environment: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ping:
-    """A question whether the process still reads what it is sent."""
-
-    number: int
-
-
 Request = Reset | Step | Close
 
 
@@ -144,7 +138,7 @@ Request = Reset | Step | Close
 
 
 async def run(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function and return its result; one that is not async runs in a thread, so that others are not held up.
+    """Call a function and return its result; one that is not async runs in a thread, so that others do not wait.
 
     Raises RuntimeError for a function that calls sys.exit, which would end all episodes of the process.
     """

@@ -1,4 +1,4 @@
-"""One episode of verifiers, as the program of an agent: it asks the process that holds the environment to run it.
+"""One episode of verifiers, as the program of an agent: it asks the process that has the environment to run it.
 
     python verifiers_call.py SOCKET     its exit code and what it prints are the episode's; killed, it ends the episode
 

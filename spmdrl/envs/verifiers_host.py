@@ -1,4 +1,4 @@
-"""Holds an environment of verifiers, in the virtual environment that has the package.
+"""Serves an environment of verifiers, in the virtual environment that has the package.
 
     python -P verifiers_host.py serve SOURCE SOCKET     runs episodes, each in a fork of this process
     python -P verifiers_host.py rows SOURCE LIMIT       prints the first tasks as rows of a JSON-lines file
@@ -48,7 +48,7 @@ def main(verb: str, source: str, argument: str) -> None:
 def load(source: dict[str, Any]) -> Any:
     """Make the `verifiers.v1.Env` of a source.
 
-    Agents run on this machine and have the task's tools alone, unless the environment or the source says otherwise:
+    Agents run on this machine and have the task's tools alone, unless the environment or the source has others:
     verifiers itself would take a sandbox of its authors' service, and give the model a shell.
     """
     import verifiers.v1 as vf

@@ -1,9 +1,8 @@
-"""The process that holds an environment of verifiers: one for each rank, in another virtual environment."""
+"""The process that serves an environment of verifiers: one for each rank, in another virtual environment."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -12,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spmdrl.config.environment import VerifiersEnvironment
-from spmdrl.faults import guard
 from spmdrl.faults.text import lines
 from spmdrl.types import UserError
-from spmdrl.workers.folders import HeldFolder
+from spmdrl.workers.folders import LockedFolder
+from spmdrl.workers.process import GuardedProcess
 
 _HERE = Path(__file__).parent
 _NOT_HANDED_ON = ("PYTHONHOME", "VIRTUAL_ENV")  # they belong to the rank's own packages, as its PYTHONPATH does
@@ -32,9 +31,9 @@ class VerifiersProcess:
         self._command = [_interpreter(source), "-P", str(_HERE / "verifiers_host.py"), "serve", _written(source)]
         self._python = source.python
         self._variables = _variables(self._command[0], variables)
-        self._folder = HeldFolder()
+        self._folder = LockedFolder()
         self._socket = Path(self._folder.path, "episodes")
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: GuardedProcess | None = None
 
     @property
     def episode_command(self) -> tuple[str, ...]:
@@ -43,36 +42,24 @@ class VerifiersProcess:
 
     async def start(self) -> None:
         """Start it, and wait until it has loaded the environment. Raises UserError with what it printed."""
-        log = Path(self._folder.path, "log")
-        guarded = (sys.executable, "-I", "-S", str(guard.__file__), str(os.getpid()))
-        with log.open("wb") as printed:
-            self._process = await asyncio.create_subprocess_exec(
-                *(*guarded, *self._command, str(self._socket)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                env=self._variables,
-                start_new_session=True,  # keeps a terminal's Ctrl-C away
-            )
+        self._process = await GuardedProcess.start([*self._command, str(self._socket)], self._variables, self._folder)
         try:
             async with asyncio.timeout(LOAD_S):
-                while not self._socket.exists() and self._process.returncode is None:
+                while not self._socket.exists() and not self._process.ended.done():
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             problem = f"it is not loaded after {LOAD_S:g} seconds"
         else:
-            problem = "" if self._process.returncode is None else f"it ended with exit code {self._process.returncode}"
-        if problem:
-            said = log.read_text(encoding="utf-8", errors="replace")
-            await self.close()
-            raise _failure(self._python, problem, said)
+            if not self._process.ended.done():
+                return
+            problem = f"it ended with exit code {self._process.ended.result()}"
+        await self.close()
+        raise _failure(self._python, problem, self._process.printed())
 
     async def close(self) -> None:
         """Kill it with all its episodes."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()  # the guard's signal to end it all
-            await self._process.wait()
+            await self._process.close()
         self._folder.remove()
 
 
@@ -87,7 +74,7 @@ def read_rows(source: VerifiersEnvironment, *, limit: int) -> str:
 
 
 def _interpreter(source: VerifiersEnvironment) -> str:
-    """Return the absolute path, whose link is kept because it is what tells Python its virtual environment."""
+    """Return the absolute path, whose link is not resolved because it is what tells Python its virtual environment."""
     if not os.path.isfile(source.python):
         raise UserError(
             f"environment.source.python = {source.python} does not exist; `make setup-verifiers` makes "
@@ -101,9 +88,9 @@ def _variables(python: str, variables: Mapping[str, str]) -> dict[str, str]:
 
     Tool servers of verifiers, which are processes of their own, find modules in the working directory by the same path.
     """
-    kept = {name: value for name, value in variables.items() if name not in _NOT_HANDED_ON}
-    path = os.pathsep.join([os.path.dirname(python), kept.get("PATH", os.defpath)])
-    return kept | {"PATH": path, "PYTHONPATH": os.getcwd()}
+    passed = {name: value for name, value in variables.items() if name not in _NOT_HANDED_ON}
+    path = os.pathsep.join([os.path.dirname(python), passed.get("PATH", os.defpath)])
+    return passed | {"PATH": path, "PYTHONPATH": os.getcwd()}
 
 
 def _written(source: VerifiersEnvironment) -> str:

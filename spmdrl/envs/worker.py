@@ -1,4 +1,4 @@
-"""An environment process: one loop that holds many environments, and never outlives the rank."""
+"""An environment process: one loop that serves many environments, and never outlives the rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import importlib
 import inspect
 import os
 import pickle
@@ -18,14 +19,13 @@ from typing import Any, TypeVar
 import spmdrl
 from spmdrl.conversation import Observation
 from spmdrl.envs.observations import to_json
-from spmdrl.envs.protocol import Close, Environment, Job, Maker, Ping, Request, Reset
+from spmdrl.envs.protocol import Close, Environment, EnvJob, Maker, Request, Reset
 from spmdrl.faults.text import of_error
-from spmdrl.workers.channel import SIZE, connect, kind_module, line, program, receive
+from spmdrl.workers.channel import PING, SIZE, connect, line, needs_package, program, receive
 from spmdrl.workers.program import clear
 from spmdrl.workers.sandbox import Isolation, continue_below, enter
 
 PROGRAM = program("spmdrl.envs.worker")
-_MODULES = {"class": "user_class"}  # `class` cannot be imported
 _CLOSE_LIMIT_S = 1.0  # for all that is open at the end; the rank does not wait much longer
 _MAX_REASON_CHARACTERS = 500
 _MAX_TRACEBACK_CHARACTERS = 20_000
@@ -48,13 +48,13 @@ def main() -> None:
     asyncio.run(_serve(job, rank, walls))
 
 
-async def _serve(job: Job, rank: socket.socket, walls: Isolation) -> None:
+async def _serve(job: EnvJob, rank: socket.socket, walls: Isolation) -> None:
     served = _Environments(job, walls)
     try:
         await served.load()
     except BaseException as error:
-        is_said = isinstance(error, ValueError)
-        rank.sendall(line({"problem": str(error) if is_said else f"{_reason(error)}\n{_traceback(error)}"}))
+        is_sentence = isinstance(error, ValueError)
+        rank.sendall(line({"problem": str(error) if is_sentence else f"{_reason(error)}\n{_traceback(error)}"}))
         os._exit(1)  # threads of the user's may be alive
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
@@ -75,7 +75,7 @@ class _Environments:
 
     writer: asyncio.StreamWriter
 
-    def __init__(self, job: Job, walls: Isolation) -> None:
+    def __init__(self, job: EnvJob, walls: Isolation) -> None:
         self._job, self._walls = job, walls
         self._open: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
@@ -84,16 +84,17 @@ class _Environments:
     async def load(self) -> None:
         """Load the source of environments. Raises ValueError with a sentence, or whatever the user's code raises."""
         job = self._job
-        asyncio.get_running_loop().set_default_executor(_Threads(job.max_threads, self._tell_waiting))
-        module = kind_module("spmdrl.envs", _MODULES.get(job.kind, job.kind), job.kind)
-        loaded = module.load(**job.settings)
+        asyncio.get_running_loop().set_default_executor(_Threads(job.max_threads, self._report_waiting))
+        with needs_package(job.kind):  # tools need pydantic, which other environments start without
+            module = importlib.import_module(f"spmdrl.envs.{'tools' if job.kind in ('tools', 'trl') else 'sources'}")
+        loaded = getattr(module, f"load_{job.kind}")(**job.settings)
         self._maker: Maker = await loaded if inspect.isawaitable(loaded) else loaded
         self.tools = self._maker.tools
 
-    def take(self, request: Request | Ping) -> None:
-        """Begin what is asked; the answer is sent when it is there."""
-        if isinstance(request, Ping):
-            self.writer.write(line({"number": request.number}))
+    def take(self, request: Request | int) -> None:
+        """Start what is asked; the answer is sent when it is there."""
+        if isinstance(request, int):
+            self.writer.write(line({"number": PING}))
             return
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
@@ -119,7 +120,7 @@ class _Environments:
             return {}
         observation: Observation
         if isinstance(request, Reset):
-            environment = self._open[request.environment] = self._maker()
+            environment = self._open[request.environment] = self._maker.make()
             observation = await environment.reset(request.start)
         else:
             observation = await self._open[request.environment].step(request.action)
@@ -135,7 +136,7 @@ class _Environments:
                 self._clear()
 
     def _clear(self) -> None:
-        """End what episodes have left; where that cannot be, this process ends, and the rank begins another one."""
+        """End what episodes have left; where that cannot be, this process ends, and the rank starts another one."""
         if self._was_full:  # perhaps by children of this process, which `clear` leaves alone
             os._exit(1)
         try:
@@ -143,7 +144,7 @@ class _Environments:
         except OSError:
             os._exit(1)
 
-    def _tell_waiting(self, number: int, waits: bool) -> None:
+    def _report_waiting(self, number: int, waits: bool) -> None:
         self.writer.write(line({"number": number, "waits": waits}))
 
 
@@ -152,23 +153,23 @@ _NUMBER = contextvars.ContextVar("the request that code runs for", default=_NO_R
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads for code that is not async. The rank is told who waits for one, so that it stops that one's clock."""
+    """Threads for code that is not async. The rank learns which request waits for one, and stops its clock."""
 
-    def __init__(self, max_threads: int, tell: Callable[[int, bool], None]) -> None:
+    def __init__(self, max_threads: int, report: Callable[[int, bool], None]) -> None:
         super().__init__(max_threads, thread_name_prefix="environment")
         self._loop = asyncio.get_running_loop()
-        self._num_free, self._tell = max_threads, tell  # changed in the loop's thread only
+        self._num_free, self._report = max_threads, report  # changed in the loop's thread only
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         number = _NUMBER.get()
         waits = self._num_free <= 0 and number != _NO_REQUEST
         self._num_free -= 1
         if waits:
-            self._tell(number, True)
+            self._report(number, True)
 
         def run() -> T:
             if waits:
-                self._loop.call_soon_threadsafe(self._tell, number, False)
+                self._loop.call_soon_threadsafe(self._report, number, False)
             try:
                 return fn(*args, **kwargs)
             except StopIteration as error:  # a future cannot hold it: who waits would wait for ever

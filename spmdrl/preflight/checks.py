@@ -13,7 +13,7 @@ from spmdrl.config import Config, Section, SftConfig
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
-from spmdrl.envs.open import Environments, open_environments
+from spmdrl.envs.client import Environments, open_environments
 from spmdrl.families import vision_family
 from spmdrl.rollout.episode import spans_of, start_of
 from spmdrl.rollout.world import parser_problems

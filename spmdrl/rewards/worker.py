@@ -6,13 +6,14 @@ import numbers
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.faults.text import of_error
-from spmdrl.rewards.item import RewardItem
-from spmdrl.workers.channel import bounded, connect, kind_module, line, program, receive
+from spmdrl.rewards import verifiers
+from spmdrl.rewards.verifiers import Verifier
+from spmdrl.workers.channel import bounded, connect, line, program, receive
 from spmdrl.workers.program import clear
 from spmdrl.workers.sandbox import Sandbox, continue_below, enter, limit_cpu
 
@@ -31,25 +32,12 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RewardJob:
     """A worker's task: the first message it receives."""
 
     terms: list[Term]
     limit_s: float  # for each item
     sandbox: Sandbox | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A worker's answer for one item: the rewards of the terms, or the reason of a failure."""
-
-    parts: dict[str, float]
-    failure: str | None = None
-    traceback: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what the rank reads."""
-        return {"parts": self.parts, "failure": self.failure, "traceback": self.traceback}
 
 
 def main() -> None:
@@ -59,7 +47,7 @@ def main() -> None:
     job = pickle.loads(receive(messages))
     try:
         walls = enter(job.sandbox, trainer.fileno()) if job.sandbox else continue_below(trainer.fileno())
-        verifiers = {term.name: _verifier(term) for term in job.terms}
+        loaded = {term.name: verifiers.load(term.kind, term.settings) for term in job.terms}
         users = {term.name for term in job.terms if term.kind == "function"}
     except Exception as error:
         problem = str(error) if isinstance(error, ValueError) else of_error(error)
@@ -71,30 +59,28 @@ def main() -> None:
     while message := receive(messages):
         if job.sandbox:
             limit_cpu(job.limit_s)
-        reply = _reply(verifiers, message, users)
+        reply = _reply(loaded, message, users)
         clear(walls)
-        trainer.sendall(line(reply.to_json()))
+        trainer.sendall(line(reply))
 
 
-def _verifier(term: Term) -> Callable[[RewardItem], Any]:
-    module = kind_module("spmdrl.rewards", term.kind, term.kind)
-    return module.load(**term.settings) if term.settings else module.reward
+def _reply(loaded: dict[str, Verifier], message: bytes, users: Collection[str]) -> dict[str, Any]:
+    """Return the rewards of an item's terms, or the reason of a failure, as the rank reads them.
 
-
-def _reply(verifiers: dict[str, Callable[[RewardItem], Any]], message: bytes, users: Collection[str]) -> Reply:
-    """Rate one item. `users` are the terms that are code of the user's, who needs the traceback of what it raises."""
+    `users` are the terms that are code of the user's, who needs the traceback of what it raises.
+    """
     name = "item"
     parts = {}
     try:
         item = pickle.loads(message)
-        for name, verifier in verifiers.items():
+        for name, verifier in loaded.items():
             parts[name] = _number(verifier(item))
     except BaseException as error:  # whatever a reward function raises, even SystemExit, fails only this item
-        is_sentence = isinstance(error, ValueError) and name in verifiers.keys() - users
+        is_sentence = isinstance(error, ValueError) and name in loaded.keys() - users
         reason = f"{name}: {error}" if is_sentence else f"{name}: {of_error(error)}"
         how = "" if is_sentence else traceback.format_exc()[-_MAX_TRACEBACK_CHARACTERS:]
-        return Reply(parts={}, failure=reason.splitlines()[0][:_MAX_REASON_CHARACTERS], traceback=how)
-    return Reply(parts=parts)
+        return {"parts": {}, "failure": reason.splitlines()[0][:_MAX_REASON_CHARACTERS], "traceback": how}
+    return {"parts": parts, "failure": None, "traceback": ""}
 
 
 def _number(value: Any) -> float:

@@ -21,7 +21,7 @@ from spmdrl.data.image_store import StoreFull
 from spmdrl.data.images import ImageFile
 from spmdrl.data.turns import TurnEncoder, message_of
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
-from spmdrl.envs.open import Environments, OpenEpisode
+from spmdrl.envs.client import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (

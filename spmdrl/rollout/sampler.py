@@ -11,7 +11,7 @@ from spmdrl.config import Config, RefitConfig
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
-from spmdrl.envs.open import open_environments
+from spmdrl.envs.client import open_environments
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import EnvContext

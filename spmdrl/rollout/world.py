@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.data.turns import Parser, TurnEncoder, action_of, parse
 from spmdrl.data.vision import ImageIntake
-from spmdrl.envs.open import Environments
+from spmdrl.envs.client import Environments
 from spmdrl.rollout.episode import EnvContext
 
 FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang

@@ -17,7 +17,7 @@ from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.envs.open import open_environments
+from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers

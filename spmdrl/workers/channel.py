@@ -6,7 +6,7 @@ rank unpickles.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import math
 import os
@@ -14,7 +14,7 @@ import signal
 import socket
 import struct
 import sys
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any, BinaryIO, SupportsFloat
 
 from spmdrl.faults.guard import signal_at_parents_end
@@ -39,6 +39,7 @@ def bounded(what: str, value: SupportsFloat) -> float:
 
 
 SIZE = struct.Struct("<Q")  # comes before each pickled message to a process
+PING = 0  # a message that asks a process to say that it reads, by the answer {"number": 0}; requests have numbers above
 
 
 def program(module: str) -> str:
@@ -74,10 +75,11 @@ def line(answer: dict[str, Any]) -> bytes:
     return json.dumps(answer).encode() + b"\n"
 
 
-def kind_module(room: str, module: str, kind: str) -> ModuleType:
-    """Import what is behind a `kind` of the configuration. Raises ValueError when it lacks a package."""
+@contextlib.contextmanager
+def needs_package(kind: str) -> Iterator[None]:
+    """Import here the packages of a `kind` of the configuration. Raises ValueError when one cannot be imported."""
     try:
-        return importlib.import_module(f"{room}.{module}")
+        yield
     except ImportError as error:
         raise ValueError(
             f'kind = "{kind}" needs a package that cannot be imported: {error}; install it, or choose another kind'

@@ -17,21 +17,21 @@ from collections.abc import Iterator
 _PREFIX = "spmdrl-sandbox-"
 
 
-class HeldFolder:
+class LockedFolder:
     """A new temporary directory, locked by this process; the system releases the lock when the process ends."""
 
     def __init__(self) -> None:
-        self._held: int | None = None
-        while self._held is None:  # another process's `sweep` may delete it before it is locked
+        self._lock: int | None = None
+        while self._lock is None:  # another process's `sweep` may delete it before it is locked
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
-            self._held = _hold(self.path)
+            self._lock = _lock_folder(self.path)
 
     def remove(self) -> None:
         """Delete the directory and its content. A second call does nothing."""
-        if self._held is not None:
+        if self._lock is not None:
             _remove(self.path)
-            os.close(self._held)
-            self._held = None
+            os.close(self._lock)
+            self._lock = None
 
 
 class SharedFolder:
@@ -40,27 +40,27 @@ class SharedFolder:
     def __init__(self, path: str) -> None:
         """Raises PermissionError when another user has put something there."""
         self.path = path
-        self._held: int | None = None
-        while self._held is None:
+        self._lock: int | None = None
+        while self._lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-            self._held = _hold(path, fcntl.LOCK_SH)
-            if self._held is None:  # another process is deleting it
+            self._lock = _lock_folder(path, fcntl.LOCK_SH)
+            if self._lock is None:  # another process is deleting it
                 time.sleep(0.01)
-        status = os.fstat(self._held)
+        status = os.fstat(self._lock)
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(errno.EPERM, "it belongs to another user, or is open to others; remove it", path)
 
     def close(self) -> None:
         """Delete the directory and its content, unless another process uses it. A second call does nothing."""
-        if self._held is None:
+        if self._lock is None:
             return
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(self._held, self.path):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._lock, self.path):
                 _remove(self.path)
-        os.close(self._held)
-        self._held = None
+        os.close(self._lock)
+        self._lock = None
 
 
 def sweep(parent: str | None = None, prefix: str = _PREFIX) -> None:
@@ -73,9 +73,9 @@ def sweep(parent: str | None = None, prefix: str = _PREFIX) -> None:
     for entry in found:
         with contextlib.suppress(OSError):  # another process may sweep at the same time
             is_ours = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-            if is_ours and (held := _hold(entry.path)) is not None:
+            if is_ours and (lock := _lock_folder(entry.path)) is not None:
                 _remove(entry.path)
-                os.close(held)
+                os.close(lock)
 
 
 def empty(path: str) -> None:
@@ -135,7 +135,7 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _hold(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
+def _lock_folder(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
     """Lock a directory, for this process alone or for all that share it; None if another process has locked it
     otherwise, or has just deleted it."""
     try:
@@ -153,7 +153,7 @@ def _hold(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Return True where the path still names the open directory: it may have been deleted, and made anew."""
+    """Return True where the path still names the open directory: it may have been deleted, and made again."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

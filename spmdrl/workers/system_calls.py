@@ -94,7 +94,7 @@ def refuse_system_calls() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One instruction of the kernel's filter language; it goes on with the next one unless it names another."""
+    """One instruction of the kernel's filter language; the next one follows unless it names another."""
 
     instruction: int
     operand: int

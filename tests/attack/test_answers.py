@@ -15,7 +15,7 @@ from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.envs.protocol import DROPPED, MAX_NAMES, EnvironmentFailure
 from spmdrl.faults.text import MAX_LINE_CHARACTERS
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
 from spmdrl.types import UserError
 from spmdrl.workers.channel import MAX_SIZE
 from tests.helpers.pools import outcomes_of

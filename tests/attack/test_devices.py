@@ -33,7 +33,7 @@ from spmdrl.config.environment import (
 )
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs.client import EnvironmentClient
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
 from spmdrl.types import RewardOutcome
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path

@@ -30,8 +30,8 @@ import pytest
 
 from spmdrl.conversation import Action
 from spmdrl.envs import limits
-from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.endpoint import HOST, MAX_BODY_BYTES, Endpoint
+from spmdrl.envs.openai_forms import Call, Reply
 from spmdrl.workers.channel import bounded
 
 LINE = re.compile(

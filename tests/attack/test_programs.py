@@ -16,8 +16,8 @@ from spmdrl.config import CodeReward, RewardConfig, SandboxConfig
 from spmdrl.config.environment import EnvironmentConfig, PythonTool, ToolsEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs.client import EnvironmentClient
-from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
+from spmdrl.rewards.verifiers import RewardItem
 from spmdrl.types import RewardOutcome
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, running

@@ -16,7 +16,7 @@ import torch
 
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
-from spmdrl.envs.open import open_environments
+from spmdrl.envs.client import open_environments
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.sample import Sampling

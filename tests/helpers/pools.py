@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
+from spmdrl.rewards.verifiers import RewardItem
 from spmdrl.types import RewardOutcome
 
 

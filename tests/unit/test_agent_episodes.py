@@ -16,7 +16,7 @@ from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.envs.open import open_environments
+from spmdrl.envs.client import open_environments
 from spmdrl.envs.protocol import Answer
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.episode import EnvContext

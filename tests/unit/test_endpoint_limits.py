@@ -14,9 +14,9 @@ import pytest
 from spmdrl.conversation import Action
 from spmdrl.envs import endpoint as endpoint_module
 from spmdrl.envs import limits
-from spmdrl.envs.agent_calls import Call, Reply
 from spmdrl.envs.endpoint import HOST, Endpoint
 from spmdrl.envs.limits import Bytes, Connections, NoRoom
+from spmdrl.envs.openai_forms import Call, Reply
 from spmdrl.types import UserError
 from tests.helpers.agents import agents, script
 

@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
-from spmdrl.envs import gymnasium, reasoning_gym, tools, trl
+from spmdrl.envs import sources, tools
 from spmdrl.envs.observations import from_json, to_json
 from spmdrl.envs.protocol import Environment, Maker
 
@@ -33,7 +33,7 @@ def contents(observation: Observation) -> list[Any]:
 
 async def episode(maker: Maker, *actions: Action, start: EpisodeStart = START) -> list[Observation]:
     """The observations of an episode, that of its reset first."""
-    environment: Environment = maker()
+    environment: Environment = maker.make()
     observations = [await environment.reset(start)]
     observations += [await environment.step(action) for action in actions]
     await environment.close()
@@ -121,8 +121,8 @@ def functions(tmp_path: Path) -> Path:
 
 
 def function_tools(functions: Path, *names: str) -> Callable[[], Any]:
-    sources = tuple({"kind": "function", "function": f"{functions}:{name}"} for name in names)
-    return lambda: tools.load(tools=sources)
+    functions_of = tuple({"kind": "function", "function": f"{functions}:{name}"} for name in names)
+    return lambda: tools.load_tools(tools=functions_of)
 
 
 def test_a_functions_schema_comes_from_its_signature_and_docstring(functions: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_python_tool_runs_programs(tmp_path: Path) -> None:
     ]
     source = {"kind": "python", "timeout_s": 1.0}
     _, answer = played(
-        lambda: tools.load(tools=(source,)), calls(*(("python", {"code": program}) for program in programs))
+        lambda: tools.load_tools(tools=(source,)), calls(*(("python", {"code": program}) for program in programs))
     )
     plain, failing, hanging, childish, long = contents(answer)
     assert plain == "5\n" and childish == ""
@@ -305,7 +305,7 @@ def server(tmp_path: Path) -> Path:
 
 def test_tools_of_an_mcp_server_share_its_session_between_episodes(server: Path) -> None:
     async def play() -> None:
-        maker = await tools.load(tools=({"kind": "mcp", "command": (sys.executable, str(server))},))
+        maker = await tools.load_tools(tools=({"kind": "mcp", "command": (sys.executable, str(server))},))
         (meaning, *_) = (tool["function"] for tool in maker.tools)
         assert (meaning["name"], meaning["description"]) == ("meaning", "Say what a word means.")
         assert meaning["parameters"]["required"] == ["word"]
@@ -332,7 +332,7 @@ def test_tools_of_an_mcp_server_share_its_session_between_episodes(server: Path)
 def test_an_mcp_server_that_does_not_start_is_refused(command: tuple[str, ...]) -> None:
     pytest.importorskip("mcp")
     with pytest.raises(ValueError, match=f"^the MCP server {command[0]}.* cannot be used: "):
-        asyncio.run(tools.load(tools=({"kind": "mcp", "command": command},)))
+        asyncio.run(tools.load_tools(tools=({"kind": "mcp", "command": command},)))
 
 
 # Modelled on what TRL's documentation shows: state in attributes, tools with Google docstrings, a reward that is read.
@@ -414,7 +414,7 @@ def trl_classes(tmp_path: Path) -> Path:
 
 
 def test_a_class_of_trls_plays_unmodified(trl_classes: Path) -> None:
-    maker = trl.load(name=f"{trl_classes}:Guess")
+    maker = tools.load_trl(name=f"{trl_classes}:Guess")
     assert [tool["function"]["name"] for tool in maker.tools] == ["guess", "hint"]
     guess = maker.tools[0]["function"]
     assert (guess["description"], guess["parameters"]["required"]) == ("Guess the number.", ["number"])
@@ -434,7 +434,7 @@ def test_a_class_of_trls_plays_unmodified(trl_classes: Path) -> None:
 
 
 def test_a_class_of_trls_may_own_its_reward(trl_classes: Path) -> None:
-    maker = trl.load(name=f"{trl_classes}:Owned")
+    maker = tools.load_trl(name=f"{trl_classes}:Owned")
     greeting, knock, end = played(lambda: maker, calls(("knock", {}), ("knock", {})), calls(text="Bye."))
     assert greeting == Observation()
     # Calls run one after the other: they share the instance.
@@ -444,8 +444,8 @@ def test_a_class_of_trls_may_own_its_reward(trl_classes: Path) -> None:
 
 def test_episodes_of_a_class_of_trls_do_not_share_an_instance(trl_classes: Path) -> None:
     async def play() -> None:
-        maker = trl.load(name=f"{trl_classes}:Owned")
-        first, second = maker(), maker()
+        maker = tools.load_trl(name=f"{trl_classes}:Owned")
+        first, second = maker.make(), maker.make()
         for environment in (first, second):
             await environment.reset(START)
         await first.step(calls(("knock", {})))
@@ -464,7 +464,7 @@ def test_episodes_of_a_class_of_trls_do_not_share_an_instance(trl_classes: Path)
 )
 def test_a_class_that_trl_would_not_take_is_refused(trl_classes: Path, name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        trl.load(name=f"{trl_classes}:{name}")
+        tools.load_trl(name=f"{trl_classes}:{name}")
 
 
 GYMNASIUM = """
@@ -507,7 +507,7 @@ def test_a_class_like_gymnasiums_plays_in_text(
     gymnasium_classes: Path, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     greeting, step, end = played(
-        lambda: gymnasium.load(name=f"{gymnasium_classes}:Walk", params={"goal": 3}),
+        lambda: sources.load_gymnasium(name=f"{gymnasium_classes}:Walk", params={"goal": 3}),
         Action(text="a"),
         Action(text=last),
     )
@@ -519,7 +519,7 @@ def test_a_class_like_gymnasiums_plays_in_text(
 
 def test_what_is_not_text_is_an_error(gymnasium_classes: Path) -> None:
     def bare() -> Any:
-        return gymnasium.load(name=f"{gymnasium_classes}:Bare", params={})
+        return sources.load_gymnasium(name=f"{gymnasium_classes}:Bare", params={})
 
     assert played(bare) == [Observation()]
     with pytest.raises(TypeError, match="the observation is int and neither text nor a list of parts"):
@@ -544,17 +544,17 @@ def test_a_name_without_a_colon_is_an_id_of_gymnasiums() -> None:
             return action, 1.0, True, False, {}
 
     library.register("spmdrl/Echo-v0", Echo)
-    greeting, end = played(lambda: gymnasium.load(name="spmdrl/Echo-v0", params={}), Action(text="hello"))
-    assert greeting == played(lambda: gymnasium.load(name="spmdrl/Echo-v0", params={}))[0]
+    greeting, end = played(lambda: sources.load_gymnasium(name="spmdrl/Echo-v0", params={}), Action(text="hello"))
+    assert greeting == played(lambda: sources.load_gymnasium(name="spmdrl/Echo-v0", params={}))[0]
     assert (contents(end), end.reward, end.done) == (["hello"], 1.0, True)
     with pytest.raises(ValueError, match='name = "spmdrl/Ekko-v0" is no id that gymnasium knows'):
-        gymnasium.load(name="spmdrl/Ekko-v0", params={})
+        sources.load_gymnasium(name="spmdrl/Ekko-v0", params={})
 
 
 def test_without_gymnasium_a_name_needs_a_colon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ValueError, match=r'name = "Maze-v0" has no colon, .*install gymnasium, or give package'):
-        gymnasium.load(name="Maze-v0", params={})
+        sources.load_gymnasium(name="Maze-v0", params={})
 
 
 def reasoning_start() -> EpisodeStart:
@@ -569,7 +569,9 @@ def reasoning_start() -> EpisodeStart:
 def test_the_reward_of_several_attempts_is_the_score_of_the_best() -> None:
     start = reasoning_start()
     attempts = [Action(text=text) for text in ("<answer>x</answer>", f"{start.answer} maybe", "no", f"{start.answer}")]
-    greeting, *answers = played(lambda: reasoning_gym.load(feedback="{score!r}, again."), *attempts, start=start)
+    greeting, *answers = played(
+        lambda: sources.load_reasoning_gym(feedback="{score!r}, again."), *attempts, start=start
+    )
     assert greeting == Observation()
     *tries, last = answers
     scores = [float(text.removesuffix(", again.")) for one in tries for text in contents(one)]
@@ -585,7 +587,7 @@ def test_the_reward_of_several_attempts_is_the_score_of_the_best() -> None:
 @pytest.mark.parametrize("feedback", ["{points}", "{", "{score.x}", "{}"])
 def test_a_feedback_that_cannot_be_filled_in_is_refused(feedback: str) -> None:
     with pytest.raises(ValueError, match=r"^feedback = .* cannot be filled in"):
-        reasoning_gym.load(feedback=feedback)
+        sources.load_reasoning_gym(feedback=feedback)
 
 
 OPENENV = """
@@ -638,24 +640,22 @@ def openenv_url(tmp_path: Path) -> Iterator[str]:
 
 
 def test_an_openenv_server_plays_over_its_websocket(openenv_url: str) -> None:
-    from spmdrl.envs import openenv
-
     def load() -> Any:
-        return openenv.load(url=openenv_url, action="message")
+        return sources.load_openenv(url=openenv_url, action="message")
 
     greeting, first, second = played(load, Action(text="a"), Action(text="b"))
     assert contents(greeting) == ["What is 2 + 3? seed 7 level 2"]
     assert (contents(first), first.reward, first.done) == (["a"], 0.5, False)
     assert (contents(second), second.reward, second.done) == (["bb"], 0.5, True)
     with pytest.raises(RuntimeError, match="Server error"):
-        played(lambda: openenv.load(url=openenv_url, action="massage"), Action(text="a"))
+        played(lambda: sources.load_openenv(url=openenv_url, action="massage"), Action(text="a"))
     with pytest.raises(ConnectionError):
-        played(lambda: openenv.load(url="http://127.0.0.1:9", action="message"))
+        played(lambda: sources.load_openenv(url="http://127.0.0.1:9", action="message"))
 
 
 def test_kinds_load_without_torch() -> None:
     program = (
-        "import sys; from spmdrl.envs import gymnasium, reasoning_gym, tools, trl; "
+        "import sys; from spmdrl.envs import sources, tools; from spmdrl.workers import reasoning_gym; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,7 +18,7 @@ from spmdrl.envs.client import EnvironmentClient, OpenEnvironment
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
-from spmdrl.workers import process
+from spmdrl.workers import pool as pools
 from tests.helpers.rewards import running, wait_for
 
 CLASSES = '''
@@ -399,7 +399,7 @@ def test_nothing_a_process_writes_stops_the_rank(counts: EnvironmentClient, said
     other, bad = counts.open(begin(seed=1)), counts.open(begin(seed=2))
     play(other, "a"), play(bad, "a")
     answer = failed(bad.step(act(f"say {said}")))
-    assert answer.kind == "error" and answer.reason.endswith("was killed: the worker's answer is invalid")
+    assert answer.kind == "error" and answer.reason.endswith("was killed: its answer is invalid")
     assert got(other.step(act("b"))) == play_alone(counts, 1, "a", "b")[2]
     other.close(), bad.close()
 
@@ -531,7 +531,7 @@ def test_a_slow_import_is_told_and_waited_for(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(0.5)\n{file.read_text()}")
-    monkeypatch.setattr(process, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(pools, "ANNOUNCE_AFTER_S", 0.1)
     with EnvironmentClient(config(tmp_path / "slow.py", "Counts")) as client:
         assert text(client.check(begin("hello"))).startswith("hello ")
     assert capsys.readouterr().err == (

@@ -27,7 +27,7 @@ from spmdrl.data import tokenizer
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
 from spmdrl.step.rewards import failure_lines, rollout_metrics
 from spmdrl.tools.export import main as export
 from spmdrl.tools.replay import main as replay

@@ -260,7 +260,7 @@ def test_too_many_bytes_fail_an_episode_and_longer_lines_end_their_process(paint
     opened.close()
     assert widths(other.step(Action(text="1")).result()) == [1]
     failed = other.step(Action(text="huge")).result()
-    assert isinstance(failed, EnvironmentFailure) and "was killed: the worker's answer is invalid" in failed.reason
+    assert isinstance(failed, EnvironmentFailure) and "was killed: its answer is invalid" in failed.reason
     other.close()
 
 

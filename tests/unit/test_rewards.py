@@ -25,11 +25,11 @@ from spmdrl.config import (
     SandboxConfig,
 )
 from spmdrl.data.sources import ReasoningGymSource
-from spmdrl.rewards import exact, math, reasoning_gym
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards import verifiers
+from spmdrl.rewards.client import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
-from spmdrl.workers import process
+from spmdrl.workers import pool as pools
 from tests.helpers.broken_library import break_library
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
@@ -118,8 +118,8 @@ def misbehaving(function: Callable[..., FunctionReward], request: pytest.Fixture
 
 
 def test_exact_ignores_outer_white_space_only() -> None:
-    assert exact.reward(item(" 42\n", "42")) == 1.0
-    assert exact.reward(item("4 2", "42")) == exact.reward(item("42.", "42")) == 0.0
+    assert verifiers.exact(item(" 42\n", "42")) == 1.0
+    assert verifiers.exact(item("4 2", "42")) == verifiers.exact(item("42.", "42")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_exact_ignores_outer_white_space_only() -> None:
     ],
 )
 def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
-    assert math.reward(item(response, answer)) == 1.0
+    assert verifiers.load_math()(item(response, answer)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -143,15 +143,15 @@ def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
     [("1/2", "0.51"), ("x^2+2x+1", "\\boxed{(x-1)^2}"), ("7", "7, or rather \\boxed{8}"), ("7", "no idea"), ("7", "")],
 )
 def test_math_refuses_other_answers(answer: str, response: str) -> None:
-    assert math.reward(item(response, answer)) == 0.0
+    assert verifiers.load_math()(item(response, answer)) == 0.0
 
 
 def test_verifiers_need_their_reference_answer() -> None:
-    for verifier in (exact, math):
+    for verifier in (verifiers.exact, verifiers.load_math()):
         with pytest.raises(ValueError, match="no reference answer"):
-            verifier.reward(item("7"))
+            verifier(item("7"))
     with pytest.raises(ValueError, match="no mathematics"):
-        math.reward(item("7", ""))
+        verifiers.load_math()(item("7", ""))
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])
@@ -162,21 +162,21 @@ def test_reasoning_gym_scores_its_own_items(task: str) -> None:
         assert row.answer is not None
         scored = {"answer": row.answer, "task": task, **row.metadata}
         right, wrong = f"I think 5.\n<answer> {row.answer} </answer>", f"{row.answer}<answer>?</answer>"
-        assert reasoning_gym.reward(item(row.answer + "\n", **scored)) == 1.0
-        assert reasoning_gym.reward(item(right, **scored)) == 1.0
-        assert reasoning_gym.reward(item(wrong, **scored)) < 1.0
+        assert verifiers.load_reasoning_gym()(item(row.answer + "\n", **scored)) == 1.0
+        assert verifiers.load_reasoning_gym()(item(right, **scored)) == 1.0
+        assert verifiers.load_reasoning_gym()(item(wrong, **scored)) < 1.0
 
 
 def test_reasoning_gym_scores_under_the_parameters_of_the_data() -> None:
     def puzzle(**params: int) -> float:
-        return reasoning_gym.reward(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
+        return verifiers.load_reasoning_gym()(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
 
     assert puzzle() == puzzle(min_value=1) == 1.0
     assert puzzle(min_value=2) < 1.0
 
 
 def test_reasoning_gym_scores_rows_of_a_file() -> None:
-    assert reasoning_gym.reward(item("+5.0", "5", task="chain_sum")) == 1.0
+    assert verifiers.load_reasoning_gym()(item("+5.0", "5", task="chain_sum")) == 1.0
 
 
 # The pool
@@ -309,7 +309,7 @@ def test_a_slow_import_is_told_once_and_waited_for(
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\ndef f(response, **rest): return len(response)\n")
     slow = FunctionReward(kind="function", function=f"{tmp_path}/slow.py:f")
     cfg = RewardConfig(terms=(ExactReward(kind="exact"), slow), num_workers=2)
-    monkeypatch.setattr(process, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(pools, "ANNOUNCE_AFTER_S", 0.1)
     with RewardPool(cfg) as pool:
         assert outcomes_of(pool, item("abc", "abc"))[0].reward == 4.0
     assert capsys.readouterr() == (
@@ -321,7 +321,7 @@ def test_a_slow_import_is_told_once_and_waited_for(
     monkeypatch.setenv("RANK", "1")
     with RewardPool(cfg):
         assert capsys.readouterr() == ("", "")  # the node's first rank has told it
-    monkeypatch.setattr(process, "TELL_AFTER_S", 60.0)
+    monkeypatch.setattr(pools, "ANNOUNCE_AFTER_S", 60.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with RewardPool(cfg):
         assert capsys.readouterr() == ("", "")
@@ -387,8 +387,8 @@ def test_what_a_reward_has_detached_dies_with_a_killed_trainer(
 ) -> None:
     program = f"""
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.client import RewardPool
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
 pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode={mode!r})))
 metadata = {{"seconds": "600.8", "detached": True}}
@@ -406,8 +406,8 @@ pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metada
 def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward], mode: str) -> None:
     program = f"""
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.item import RewardItem
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.client import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
 pool = RewardPool(RewardConfig(terms=(term,), sandbox=SandboxConfig(mode={mode!r})))

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from spmdrl.config import CodeReward, FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.client import RewardPool
 from spmdrl.types import RewardOutcome
-from spmdrl.workers.folders import HeldFolder, sweep
+from spmdrl.workers.folders import LockedFolder, sweep
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, python_path, running, wait_for
 
@@ -183,7 +183,7 @@ def test_nothing_the_worker_writes_stops_the_trainer(sandboxed: RewardPool, func
     with RewardPool(config(functions, timeout_s=50.0)) as patient:
         for answer in answers:
             said = given(patient, f"(say({answer!r}), time.sleep(60))")
-            assert said == "the worker's answer is invalid", answer
+            assert said == "the worker was killed: its answer is invalid", answer
         assert outcomes_of(patient, item("1"))[0].failure == "function: RuntimeError: 1"
 
 
@@ -328,8 +328,8 @@ def test_leaves_no_folder(functions: Path, tmp_path: Path, monkeypatch: pytest.M
 
 HOLDS = """
 import sys
-from spmdrl.workers.folders import HeldFolder
-folder = HeldFolder()
+from spmdrl.workers.folders import LockedFolder
+folder = LockedFolder()
 open(folder.path + "/file", "w").close()
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -346,7 +346,7 @@ def test_what_killed_trainers_have_left_is_swept(tmp_path: Path, monkeypatch: py
         held, left = (Path(trainer.stdout.readline().strip()) for trainer in (lives, killed))
         stranger = tmp_path / "spmdrl-sandbox-link"
         stranger.symlink_to(held)
-        mine = HeldFolder()
+        mine = LockedFolder()
         sweep()
         assert {*tmp_path.iterdir()} == {held, left, stranger, Path(mine.path)}
         killed.kill()
