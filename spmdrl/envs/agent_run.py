@@ -111,11 +111,12 @@ class AgentRun:
         """Start the command. Raises OSError or ValueError."""
         agent = self._agent
         self._key = agent.endpoint.admit(self)
-        start, folder = self._start, LockedFolder()
-        file = Path(folder.path, "episode.json")
+        start = self._start
         content = {"prompt": start.prompt, "task": start.task, "metadata": start.metadata, "seed": start.seed}
-        answer = {"answer": start.answer} if agent.gives_answer else {}
-        file.write_text(json.dumps(content | answer, default=str), encoding="utf-8")
+        written = json.dumps(content | ({"answer": start.answer} if agent.gives_answer else {}), default=str)
+        folder = LockedFolder()
+        file = Path(folder.path, "episode.json")
+        file.write_text(written, encoding="utf-8")
         variables = {
             "OPENAI_BASE_URL": agent.endpoint.url,
             "OPENAI_API_KEY": self._key,

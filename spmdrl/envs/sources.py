@@ -282,13 +282,9 @@ class OpenEnvEpisode:
 
 
 def _server_observation(result: Any) -> Observation:
-    return Observation(
-        messages=_server_messages(result.observation), reward=float(result.reward or 0.0), done=result.done
-    )
-
-
-def _server_messages(fields: dict[str, Any]) -> tuple[Message, ...]:
-    """The observation as the policy reads it: its text, where it has one field and that is a text, else as JSON."""
+    """Show the policy the observation's text, where it has one field and that is a text, else JSON."""
+    fields: dict[str, Any] = result.observation
     values = list(fields.values())
     text = values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields, ensure_ascii=False)
-    return ({"role": "user", "content": text},) if fields and text else ()
+    messages = ({"role": "user", "content": text},) if fields and text else ()
+    return Observation(messages=messages, reward=float(result.reward or 0.0), done=result.done)

@@ -49,7 +49,9 @@ class Signature:
             parameters = self._arguments.json_schema(schema_generator=_WithoutTitles)
         except PydanticUserError as error:
             raise ValueError(f"the tool {self._name} has no schema: {str(error).splitlines()[0]}") from error
-        self.schema: Schema = tool_schema(self._name, (docstring.description or "").strip(), _plain(parameters))
+        # pydantic's title and additionalProperties are of the whole, which the tool describes itself.
+        plain = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
+        self.schema: Schema = tool_schema(self._name, (docstring.description or "").strip(), plain)
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments in the parameters' types. Raises WrongArguments with what is wrong."""
@@ -105,11 +107,6 @@ def _fields(function: Callable[..., Any], name: str, described: dict[str, str]) 
             kind = Annotated[kind, Field(description=described[key])]
         fields[key] = kind if parameter.default is parameter.empty else NotRequired[kind]
     return fields
-
-
-def _plain(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what pydantic says of the whole, which the tool says itself."""
-    return {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
 
 
 def _sentence(error: Any) -> str:
