@@ -63,7 +63,7 @@ class WorkerProgram(Generic[LoadedT]):
 
 
 class Session(Protocol):
-    """One user of a process, which it asks one thing at a time. Only the thread that owns the process calls the methods."""
+    """A user of a process, which it asks one thing at a time. The thread that owns the process calls the methods."""
 
     worker: Worker[Any] | None = None
     is_in_process: bool = False  # the process has had a request of it
