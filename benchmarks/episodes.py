@@ -54,7 +54,7 @@ from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.rollout.scheduler import EpisodeScheduler
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import FinishReason, Prompt, Request, Response, Rollout
 
@@ -199,7 +199,7 @@ def world_of(cfg: EnvironmentConfig, client: EnvironmentClient, tokenizer: PreTr
 
 def as_they_are_answered(engine: Metered, episodes: list[Episode]) -> None:
     """Run the episodes as a training step does."""
-    Scheduler(engine).run(episodes, lambda episode: None)
+    EpisodeScheduler(engine).run(episodes, lambda episode: None)
 
 
 def turn_by_turn(engine: Metered, episodes: list[Episode]) -> None:

@@ -69,7 +69,7 @@ class ImageSpan:
         return self.start + self.num_tokens
 
     def moved(self, by: int) -> ImageSpan:
-        """Return the same image, so many tokens further on."""
+        """Return the same image, `by` tokens further on."""
         return dataclasses.replace(self, start=self.start + by)
 
 
@@ -321,38 +321,52 @@ PADDING_INDEX = -1  # the index of a sequence that only fills up a micro-batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The input of one forward pass on one rank: S sequences laid end to end, T tokens in all."""
+    """The input of one forward pass on one rank: S sequences laid end to end, T tokens in all.
 
+    Each phase of a step fills its own columns, in the order below; before that they are None or empty.
+    """
+
+    # batch: `step/batch.py`
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restarts at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32, token offsets, last entry == T
     loss_mask: Tensor  # [T] bool, True where the policy chose the token and it is to be trained
-    loss_weights: Tensor  # [T] float32, what a token's loss counts in the global loss; 0 outside loss_mask
+    # [T] float32, how much a token's loss counts in the global loss; 0 outside loss_mask. Replaced by the corrections
+    # where they reject tokens.
+    loss_weights: Tensor
     rollout_logprobs: Tensor  # [T] float32, nats
     rewards: Tensor  # [T] float64, its rollout's on every token
     baseline_rewards: Tensor  # [T] float64, of the prompt's greedy response; nan where there is none
-    advantages: Tensor | None = None  # [T] float32, 0 outside loss_mask; None until `step/advantages.py` has run
-    old_logprobs: Tensor | None = None  # [T] float32, nats; None means: the policy has not moved in this step
-    ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
-    values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
-    returns: Tensor | None = None  # [T] float32, what the critic learns; both are None without one
-    mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
-    chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
-    # [T] float32, what the cross entropy of a token that the environment put in counts in the global loss, 0 elsewhere;
-    # None where the policy does not learn to predict its environment.
+    # [T] float32, how much the cross entropy of a token that the environment put in counts in the global loss, 0
+    # elsewhere; None where the policy does not learn to predict its environment.
     environment_weights: Tensor | None = None
     sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
-    # What a tower made of the images, each image once, in the order of their first places: [num_tokens, L, D], where
-    # the first of L levels takes the place of a placeholder's embedding and the others are added after the first
-    # layers. Micro-batches share them, on the host. None without images, and where the model itself looks at `pixels`.
+
+    # images: `step/images.py`, where there are some
+    # The features of each distinct image by a frozen tower, in the order of their first places: [num_tokens, L, D],
+    # where the first of L levels takes the place of a placeholder's embedding and the others are added after the first
+    # layers. Micro-batches share them, on the host. None where the model itself encodes `pixels`.
     image_features: tuple[Tensor, ...] | None = None
-    # The pixels of the images in the same order, as the model's processor left them; where there are no images, those
-    # of a blank one, at which the model looks in step with other ranks.
+    # The pixels of the images in the same order, as the model's processor left them; in a micro-batch without images
+    # those of a blank one, which the model encodes in step with other ranks.
     pixels: tuple[Tensor, ...] | None = None
+
+    # logprobs: `step/logprobs.py`
+    old_logprobs: Tensor | None = None  # [T] float32, nats; None where the policy has not moved in this step
+    ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
+    values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
+
+    # advantages: `step/advantages.py`
+    advantages: Tensor | None = None  # [T] float32, 0 outside loss_mask
+    returns: Tensor | None = None  # [T] float32, what the critic learns; None without one
+
+    # corrections: `step/correction.py` and `learn/correction.py`
+    chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
+    mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape

@@ -127,7 +127,9 @@ class RemoteEngine(RolloutEngine):
             return {}
         whole = {entry.name: entry.view(flat) for entry in bucket.flat_entries}
         return {
-            _joined(rank, name): found for rank, held in enumerate(self._digests(whole)) for name, found in held.items()
+            _joined(rank, name): found
+            for rank, by_name in enumerate(self._digests(whole))
+            for name, found in by_name.items()
         }
 
     def differing(self, expected: Digests) -> list[str]:

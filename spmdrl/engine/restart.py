@@ -26,14 +26,14 @@ class Restarts:
 
     @property
     def wanted(self) -> bool:
-        """True when the run goes on after the death of an engine."""
+        """True when the run continues after the death of an engine."""
         return self._revive is not None
 
     def carry(self, work: Callable[[], T], *, during: str, before_revival: Callable[[], None] = lambda: None) -> T:
         """Run `work`, which is local to this rank, and return its result; every rank must call this.
 
         After a death every rank repeats its work. `before_revival` runs on every rank when all have stopped and none
-        has begun again. Raises what `work` does; a UserError on every rank.
+        has started again. Raises what `work` does; a UserError on every rank.
         """
         for attempt in range(MAX_RESTARTS + 1):
             death: EngineDied | None = None

@@ -223,7 +223,7 @@ class Bucket:
 def plan_buckets(weights: Iterable[Weight], *, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Divide the weights into buckets of at most `bucket_bytes`.
 
-    Weights that engines fuse stay together, otherwise the order is kept. A weight or fused group that is larger than
+    Weights that engines fuse stay together, otherwise the order stays. A weight or fused group that is larger than
     `bucket_bytes` has a bucket of its own.
     """
     groups: dict[str, list[Weight]] = {}

@@ -142,8 +142,8 @@ def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
 
 
 def _staying(policy: Policy, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
-    """Name the weights that need not be sent again. A base beside adapters goes, as a whole, only to an engine that has
-    nothing, so none of it is named unless its adapters are merged."""
+    """Name the weights that need not be sent again. A base beside adapters is sent, as a whole, only to an engine that
+    has nothing, so none of it is named unless its adapters are merged."""
     adapters = policy.adapters
     if adapters is not None and not merge:
         return set()

@@ -49,7 +49,7 @@ class _Progress:
 
 
 class Collector:
-    """Collects the rollouts of step after step; between steps it holds the groups that go on in the next.
+    """Collects the rollouts of step after step; between steps it has the groups that continue in the next.
 
     Every rank has one and calls its methods together with the others; only ranks that lead an engine open groups.
     """
@@ -109,10 +109,10 @@ class Collector:
         self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, rules):
             self._message(shortfall)
-        kept = sorted(part.kept, key=prompt_id_of)
-        everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.kept)
+        accepted = sorted(part.accepted, key=prompt_id_of)
+        everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.accepted)
         return Collected(
-            pending=[pending for group in kept for pending in group.pending_rollouts()],
+            pending=[pending for group in accepted for pending in group.pending_rollouts()],
             metrics=_metrics(part, stale, rules, step=step, reports_wanted=self._place.mesh.get_local_rank() == 0),
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
             group_size=source.sampling.group_size,
@@ -231,13 +231,15 @@ def _staleness(group: PromptGroup, step: int) -> int:
 
 def _shortfall(step: int, summaries: Sequence[PartSummary], rules: CollectionRules) -> str | None:
     """Return a line for the user when the step trains on fewer groups than it wants."""
-    num_kept = sum(len(summary.kept) for summary in summaries)
-    if num_kept == rules.groups_per_step:
+    num_accepted = sum(len(summary.accepted) for summary in summaries)
+    if num_accepted == rules.groups_per_step:
         return None
     num_opened = sum(summary.num_opened for summary in summaries)
     num_dropped = sum(summary.num_dropped for summary in summaries)
     num_failed = sum(summary.num_failed for summary in summaries)
-    trains = f"trains on {num_kept} of {rules.groups_per_step} prompt groups" if num_kept else "changes no weights"
+    trains = (
+        f"trains on {num_accepted} of {rules.groups_per_step} prompt groups" if num_accepted else "changes no weights"
+    )
     failed = f"; {num_failed} of their rewards could not be computed" if num_failed else ""
     return (
         f"step {step} {trains}: {num_opened} were opened (the limit is {rules.max_groups}) and {num_dropped} had equal "
@@ -260,7 +262,7 @@ def _metrics(
             "reward/equal_groups_fraction": Mean(num_dropped, num_dropped),
             "reward/failed_count": Total(float(sum(group.num_failed for group in part.dropped))),
             "reward/all_groups_mean": Mean.of(
-                reward for group in (*part.kept, *part.dropped) for reward in group.rewards
+                reward for group in (*part.accepted, *part.dropped) for reward in group.rewards
             ),
         }
     if rules.extra_groups:
@@ -277,20 +279,20 @@ def _metrics(
             "rollout/stale_groups_count": Total(float(len(stale))),
         }
     if rules.can_be_stale:
-        spans = [span for group in part.kept for response in group.trained for span in response.spans]
+        spans = [span for group in part.accepted for response in group.trained for span in response.spans]
         metrics |= {
             "rollout/mean_staleness_steps": Mean(
                 float(sum((step - 1 - span.version) * span.num_tokens for span in spans)),
                 float(sum(span.num_tokens for span in spans)),
             ),
-            "rollout/max_staleness_steps": Max(float(max((_staleness(g, step) for g in part.kept), default=0))),
+            "rollout/max_staleness_steps": Max(float(max((_staleness(g, step) for g in part.accepted), default=0))),
         }
     if part.has_environments:
         metrics["time/environment_wait_s"] = Max(part.idle_s)
     if not rules.prompts_follow_from_step:
         metrics |= {
             "rollout/kept_groups_fraction": Mean(
-                float(len(part.kept)), float(rules.groups_per_step if reports_wanted else 0)
+                float(len(part.accepted)), float(rules.groups_per_step if reports_wanted else 0)
             ),
             "rollout/discarded_tokens": Total(float(sum(group.num_tokens for group in discarded))),
         }

@@ -1,14 +1,17 @@
 """An episode while it is being sampled: responses of the policy, and what its environment answers to them.
 
-    begin -> [ request -> add a response -> (the environment steps) -> take its answer ] x turns -> finished
+    NEW -- begin --> RESETTING -- take_answer --> SAMPLING -- request, add --> STEPPING -- take_answer --> SAMPLING ...
+                                                                                                    --> FINISHED
 
-Without an environment an episode is one response. Tokens are only ever appended: what the policy has read and written
-is never decoded and encoded again.
+Without an environment an episode is one response: NEW, SAMPLING, FINISHED. `begin` also resumes an episode of an
+earlier step or of a checkpoint, in the state that it has. Tokens are only ever appended: what the policy has read and
+written is never decoded and encoded again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -41,7 +44,7 @@ from spmdrl.types import (
 
 
 def spans_of(observation: Observation, images: ImageIntake) -> tuple[ImageSpan, ...]:
-    """Keep the pixels of an observation's images; the first placeholder of each is token 0.
+    """Store the pixels of an observation's images; the first placeholder of each is token 0.
 
     Raises UserError when one cannot be read.
     """
@@ -96,13 +99,36 @@ class EnvContext:
     images: ImageIntake = NO_IMAGES  # what becomes of images that environments show
 
     def open(self, episode: Episode) -> OpenEpisode:
-        """Open the episode's environment; it repeats what the episode has seen of it before it goes on."""
+        """Open the episode's environment; it replays what the episode has seen of it first."""
         history = [
             (turn.action, turn.observation)
             for turn in episode.turns
             if turn.action is not None and turn.observation is not None
         ]
         return self.client.open(start_of(episode.prompt, self.run_seed), history, episode.greeting)
+
+
+class EpisodeState(enum.Enum):
+    """The state of an episode: who acts next."""
+
+    NEW = enum.auto()  # its environment has not been reset
+    RESETTING = enum.auto()  # the environment: it has been asked for its first observation
+    SAMPLING = enum.auto()  # an engine: `request` has the next response, or the rest of it
+    STEPPING = enum.auto()  # the environment: it has the policy's action, or gets it again from `begin`
+    FINISHED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedEpisode:
+    """An episode in a checkpoint, as far as it is sampled."""
+
+    trajectories: tuple[tuple[Turn, ...], ...]
+    context_ids: tuple[int, ...] | None
+    context_images: tuple[ImageSpan, ...]
+    response: Response
+    greeting: Observation | None
+    end: EpisodeEnd
+    failure: str | None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -116,8 +142,9 @@ class Episode:
     world: EnvContext | None = None  # None: the episode is one response
     is_baseline: bool = False
 
+    state: EpisodeState = EpisodeState.NEW
     trajectories: tuple[tuple[Turn, ...], ...] = ((),)  # the last one grows
-    context_ids: tuple[int, ...] | None = None  # what the next response answers; None while that is not known
+    context_ids: tuple[int, ...] | None = None  # before the next response; None while the environment has not answered
     context_images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
     response: Response = EMPTY_RESPONSE  # the one that is being sampled, as far as it is there
     greeting: Observation | None = None
@@ -126,7 +153,7 @@ class Episode:
     env_future: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
     _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
-    _began: float = 0.0  # by the monotonic clock; when it went on, in the step that it goes on in
+    _start: float = 0.0  # of its part in this step, by the monotonic clock
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -135,8 +162,12 @@ class Episode:
 
     @property
     def is_finished(self) -> bool:
-        """True when nothing more will be sampled."""
-        return self.end != "abort"
+        return self.state is EpisodeState.FINISHED
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while its environment computes an answer."""
+        return self.env_future is not None
 
     @property
     def responses(self) -> list[Response]:
@@ -145,18 +176,33 @@ class Episode:
         return [*(turn.response for turn in self.turns), *unfinished]
 
     def begin(self) -> None:
-        """Begin the episode, or go on with one that was interrupted."""
-        self._began = time.monotonic()
+        """Begin the episode, or resume one that was interrupted."""
+        self._start = time.monotonic()
         if self.world is None:
             self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
-        elif self._environment is None:
-            self._environment = self.world.open(self)
-        if self._environment is None or self.env_future is not None:
+            self.state = EpisodeState.SAMPLING
             return
-        if self.greeting is None:
+        if self._environment is None:
+            self._environment = self.world.open(self)
+        if self.state is EpisodeState.NEW:
             self.env_future = self._environment.reset()
-        elif self.response.finish_reason != "abort":
+            self.state = EpisodeState.RESETTING
+        elif self.state is EpisodeState.STEPPING and self.env_future is None:
             self._act()
+
+    def saved(self) -> SavedEpisode:
+        """Return what a checkpoint needs to resume the episode."""
+        return SavedEpisode(**{name: getattr(self, name) for name in _SAVED})
+
+    def restore(self, saved: SavedEpisode) -> None:
+        """Take the state of a checkpoint, in new environments."""
+        for name in _SAVED:
+            setattr(self, name, getattr(saved, name))
+        if self.end != "abort":
+            self.state = EpisodeState.FINISHED
+        elif self.greeting is not None:
+            is_sampled = self.response.finish_reason != "abort"
+            self.state = EpisodeState.STEPPING if is_sampled else EpisodeState.SAMPLING
 
     def restore_images(self) -> None:
         """Put the images that the environment has shown into the node's store again, unless they are there."""
@@ -166,7 +212,7 @@ class Episode:
 
     def request(self) -> Request:
         """Request the response that comes next, or the rest of it."""
-        assert self.context_ids is not None, "the environment has not answered"
+        assert self.state is EpisodeState.SAMPLING and self.context_ids is not None
         return Request(
             prompt_ids=self._token_ids + self.context_ids,
             seed=turn_seed(self.seed, len(self.turns)),
@@ -176,7 +222,7 @@ class Episode:
             top_p=self.sampling.top_p,
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
-            cache_on_finish=self._goes_on_after,
+            cache_on_finish=self._ends_before_another,
         )
 
     def add(self, sampled: Response) -> None:
@@ -193,13 +239,13 @@ class Episode:
 
     def take_answer(self) -> None:
         """Take the environment's answer, which is there."""
-        assert self.env_future is not None and self.world is not None
+        assert self.env_future is not None
         answer, self.env_future = self.env_future.result(), None
         if isinstance(answer, EnvironmentFailure):
             self._fail(answer)
             return
         try:
-            self._welcome(answer) if self.greeting is None else self._go_on(answer)
+            self._on_reset(answer) if self.state is EpisodeState.RESETTING else self._on_step(answer)
         except StoreFull:  # for which the environment can do nothing
             raise
         except UserError as error:  # the template refuses these messages, or an image is none
@@ -208,12 +254,15 @@ class Episode:
     def rollout(self) -> Rollout:
         """Return the finished episode."""
         assert self.is_finished
-        kept = tuple(Trajectory(turns=turns) for turns in self.trajectories if turns)
+        trajectories = tuple(Trajectory(turns=turns) for turns in self.trajectories if turns)
+        if not trajectories:  # it ended before its first response
+            only = Turn(context_ids=self.prompt.token_ids, response=_NO_RESPONSE, images=self.prompt.images)
+            trajectories = (Trajectory(turns=(only,)),)
         return Rollout(
             prompt=self.prompt,
             sample_index=self.sample_index,
             seed=self.seed,
-            trajectories=kept or (self._unbegun(),),
+            trajectories=trajectories,
             end=self.end,
             greeting=self.greeting,
             failure=self.failure,
@@ -221,13 +270,8 @@ class Episode:
             is_baseline=self.is_baseline,
         )
 
-    def _unbegun(self) -> Trajectory:
-        """The trajectory of an episode that ended before its first response."""
-        prompt = self.prompt
-        return Trajectory(turns=(Turn(context_ids=prompt.token_ids, response=_EMPTY, images=prompt.images),))
-
     def copy(self) -> Episode:
-        """Copy the episode, so that the copy can go on without changing this one."""
+        """Copy the episode, so that the copy can be sampled without changing this one."""
         return dataclasses.replace(self)
 
     def close(self) -> None:
@@ -251,6 +295,7 @@ class Episode:
         assert self._environment is not None
         self._action = self._read_response()
         self.env_future = self._environment.step(self._action)
+        self.state = EpisodeState.STEPPING
 
     def _read_response(self) -> Action:
         """Read the response as its environment does."""
@@ -262,30 +307,30 @@ class Episode:
             num_tokens=len(self.response.token_ids),
         )
 
-    def _welcome(self, greeting: Observation) -> None:
+    def _on_reset(self, greeting: Observation) -> None:
         self.greeting = greeting
         if greeting.done:
             self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
         elif greeting.branch is not None:
             self._branch(greeting.branch, greeting)
         elif greeting.messages:
-            self._begin_turn(*self._greeted(greeting))
+            self._begin_turn(*self._prompt_with(greeting))
         else:
             self._begin_turn(self.prompt.token_ids, self.prompt.images)
 
-    def _greeted(self, greeting: Observation) -> Context:
+    def _prompt_with(self, greeting: Observation) -> Context:
         """Return the prompt's tokens with what the environment says first."""
         assert self.world is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.world.encoder.appended(greeting.messages, after=()), ()
-        return self._rendered(self._opening(), self.world.encoder)
+        return self._render(self._opening(), self.world.encoder)
 
-    def _go_on(self, observation: Observation) -> None:
+    def _on_step(self, observation: Observation) -> None:
         self._finish_turn(self._action, observation)
         if (end := self._end_after(observation)) is not None:
             self._finish(end)
         else:
-            self._read(observation)
+            self._append_observation(observation)
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
         assert self.world is not None
@@ -293,12 +338,12 @@ class Episode:
             return "done"
         if len(self.turns) >= self.world.cfg.max_turns:
             return "max_turns"
-        if time.monotonic() - self._began > self.world.cfg.episode_timeout_s:
+        if time.monotonic() - self._start > self.world.cfg.episode_timeout_s:
             return "episode_timeout"
         return None
 
-    def _read(self, observation: Observation) -> None:
-        """Let the policy read what the environment said."""
+    def _append_observation(self, observation: Observation) -> None:
+        """Begin a turn with what the policy reads of an observation."""
         assert self.world is not None
         if observation.branch is not None:
             self._branch(observation.branch, observation)
@@ -306,9 +351,9 @@ class Episode:
         encoder, so_far = self._encoder(observation), self._token_ids
         if self.world.cfg.history == "append" or not self.prompt.messages:
             after = self.turns[-1].response.token_ids
-            self._begin_turn(*self._said(observation, encoder, after=after, start=len(so_far)))
+            self._begin_turn(*self._encode_observation(observation, encoder, after=after, start=len(so_far)))
             return
-        rendered, images = self._rendered(self._conversation(), encoder)
+        rendered, images = self._render(self._conversation(), encoder)
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :], images[len(self._images) :])
         else:  # the template has rewritten what came before
@@ -318,22 +363,22 @@ class Episode:
     def _branch(self, branch: tuple[int, int], observation: Observation) -> None:
         """Begin a trajectory with the first turns of another, as they are, or with none."""
         index, num_turns = branch
-        kept = self.trajectories[index][:num_turns]
+        turns = self.trajectories[index][:num_turns]
         encoder = self._encoder(observation)
-        if kept:
-            said = encoder.appended(observation.messages, after=kept[-1].response.token_ids)
+        if turns:
+            new_ids = encoder.appended(observation.messages, after=turns[-1].response.token_ids)
         else:
-            said = encoder.rendered(observation.messages)
+            new_ids = encoder.rendered(observation.messages)
         if self.trajectories[-1]:
             self.trajectories = (*self.trajectories, ())
-        self._begin_turn(Trajectory(turns=kept).token_ids + said)
+        self._begin_turn(Trajectory(turns=turns).token_ids + new_ids)
 
     def _encoder(self, observation: Observation) -> TurnEncoder:
         assert self.world is not None
         return self.world.encoder if observation.tools is None else self.world.encoder.with_tools(observation.tools)
 
     def _begin_turn(self, context_ids: tuple[int, ...], images: tuple[ImageSpan, ...] = ()) -> None:
-        self.context_ids, self.context_images = context_ids, images
+        self.context_ids, self.context_images, self.state = context_ids, images, EpisodeState.SAMPLING
         if self._response_limit(context_ids) < 1:
             self._finish("context")
 
@@ -358,16 +403,18 @@ class Episode:
     @property
     def _observations(self) -> tuple[Observation, ...]:
         """All that the environment has said, in order."""
-        said = (self.greeting, *(turn.observation for turn in self.turns))
-        return tuple(observation for observation in said if observation is not None)
+        answers = (self.greeting, *(turn.observation for turn in self.turns))
+        return tuple(observation for observation in answers if observation is not None)
 
-    def _said(self, observation: Observation, encoder: TurnEncoder, *, after: tuple[int, ...], start: int) -> Context:
+    def _encode_observation(
+        self, observation: Observation, encoder: TurnEncoder, *, after: tuple[int, ...], start: int
+    ) -> Context:
         """Return what the policy reads of an observation, from token `start` of the trajectory on."""
         assert self.world is not None
         token_ids = encoder.appended(observation.messages, after=after)
         return expanded(token_ids, spans_of(observation, self.world.images), self.world.images, start=start)
 
-    def _rendered(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
+    def _render(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
         """Return the tokens of the conversation, with the images of the prompt and of all observations."""
         assert self.world is not None
         images = self.world.images
@@ -391,7 +438,7 @@ class Episode:
         return last.max_tokens if last is not None else None
 
     @property
-    def _goes_on_after(self) -> frozenset[FinishReason]:
+    def _ends_before_another(self) -> frozenset[FinishReason]:
         """The ends of the next response after which there may be another."""
         if self.world is None or len(self.turns) + 1 >= self.world.cfg.max_turns:
             return frozenset()
@@ -421,16 +468,15 @@ class Episode:
         self.context_ids, self.context_images, self.response, self._action = None, (), EMPTY_RESPONSE, None
 
     def _fail(self, failure: EnvironmentFailure) -> None:
-        if self.context_ids is not None:  # the policy has acted, and that is kept
+        if self.context_ids is not None:  # the policy has acted
             self._finish_turn(self._action, None)
         self.failure = failure.reason
         self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
 
     def _finish(self, end: EpisodeEnd) -> None:
-        self.end = end
+        self.end, self.state = end, EpisodeState.FINISHED
         self.close()
 
 
-_EMPTY = dataclasses.replace(
-    EMPTY_RESPONSE, finish_reason="length"
-)  # of an episode that ended before its first response
+_SAVED = [field.name for field in dataclasses.fields(SavedEpisode)]  # an episode has them too
+_NO_RESPONSE = dataclasses.replace(EMPTY_RESPONSE, finish_reason="length")

@@ -8,25 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from spmdrl.algo.seeds import rollout_seed
-from spmdrl.conversation import Observation
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.codec import Codec
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.episode import EnvContext, Episode, SavedEpisode
 from spmdrl.rollout.sample import Sampling
-from spmdrl.types import EpisodeEnd, ImageSpan, Prompt, Response, RewardOutcome, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedEpisode:
-    """An episode in a checkpoint, as far as it is sampled."""
-
-    trajectories: tuple[tuple[Turn, ...], ...]
-    context_ids: tuple[int, ...] | None
-    context_images: tuple[ImageSpan, ...]
-    response: Response
-    greeting: Observation | None
-    end: EpisodeEnd
-    failure: str | None
+from spmdrl.types import ImageSpan, Prompt, Response, RewardOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +28,6 @@ class SavedGroup:
     outcomes: dict[int, RewardOutcome]  # by sample_index
 
 
-_SAVED = [one.name for one in dataclasses.fields(SavedEpisode)]  # fields of an `Episode` too
 SAVED_GROUP = Codec[SavedGroup](SavedGroup)
 
 
@@ -50,7 +35,7 @@ SAVED_GROUP = Codec[SavedGroup](SavedGroup)
 class PromptGroup:
     """The rollouts of one prompt, followed by its greedy rollout where rewards are compared with one.
 
-    It may take several steps, and keeps the seeds it was opened with.
+    It may take several steps, with the seeds it was opened with.
     """
 
     prompt: Prompt
@@ -80,7 +65,7 @@ class PromptGroup:
         return cls(prompt, sampling.group_size, step, _episodes(prompt, sampling, world, seeds))
 
     def copy(self) -> PromptGroup:
-        """Copy the group, so that the copy can go on without changing this one."""
+        """Copy the group, so that the copy can be sampled without changing this one."""
         return dataclasses.replace(
             self, episodes=[episode.copy() for episode in self.episodes], pending=dict(self.pending)
         )
@@ -148,9 +133,7 @@ class PromptGroup:
             prompt_images=self.prompt.images,
             opened_in=self.opened_in,
             seeds=tuple(episode.seed for episode in self.episodes),
-            episodes=tuple(
-                SavedEpisode(**{name: getattr(episode, name) for name in _SAVED}) for episode in self.episodes
-            ),
+            episodes=tuple(episode.saved() for episode in self.episodes),
             outcomes={index: future.result() for index, (_, future) in sorted(self.pending.items())},
         )
 
@@ -159,8 +142,7 @@ class PromptGroup:
         """Restore a saved group."""
         episodes = _episodes(prompt, sampling, world, saved.seeds)
         for episode, state in zip(episodes, saved.episodes, strict=True):
-            for name in _SAVED:
-                setattr(episode, name, getattr(state, name))
+            episode.restore(state)
         group = cls(prompt, sampling.group_size, saved.opened_in, episodes)
         for index, outcome in saved.outcomes.items():
             future: Future[RewardOutcome] = Future()

@@ -1,4 +1,4 @@
-"""One engine's part of a step: the prompt groups that it samples, by which rules, and which of them it keeps."""
+"""One engine's part of a step: the prompt groups that it samples, by which rules, and which of them it accepts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import POLL_S, Restore, Scheduler
+from spmdrl.rollout.scheduler import POLL_S, EpisodeScheduler, Restore
 from spmdrl.rollout.tickets import Tickets
 from spmdrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionRules:
-    """Rules for opening, keeping and dropping the prompt groups of a step."""
+    """Rules for opening, accepting and dropping the prompt groups of a step."""
 
     groups_per_step: int  # wanted, over all engines
     extra_groups: int = 0  # open at the same time beyond those
@@ -97,7 +97,7 @@ class GroupSource:
 class PartSummary:
     """One rank's part, as the other ranks need to know it."""
 
-    kept: list[int]  # prompt ids
+    accepted: list[int]  # prompt ids
     num_dropped: int
     num_failed: int  # rewards of the dropped groups that could not be computed
     num_opened: int
@@ -118,12 +118,12 @@ class EnginePart:
         open_group: Callable[[int], PromptGroup],
         carried: Sequence[PromptGroup],
     ) -> None:
-        self.kept: list[PromptGroup] = []
+        self.accepted: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
         self.num_opened = self.tickets_end = 0
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
-        self._scheduler = Scheduler(
+        self._scheduler = EpisodeScheduler(
             place.engine, restore=source.restore, in_order=rules.in_order, max_open=rules.max_open
         )
         self._tickets, self._open_group = tickets, open_group
@@ -131,7 +131,7 @@ class EnginePart:
         # The engine asks for requests only as it has room. But an engine with room for every group would take all
         # tickets before another took its first, so none has more than its share open at once.
         self._max_open = math.ceil((rules.groups_per_step + rules.extra_groups) / place.count)
-        # By prompt_id; a group goes from one to the next, and is then kept or dropped.
+        # By prompt_id; a group goes from one to the next, and is then accepted or dropped.
         self._unfinished = {prompt_id_of(group): group for group in carried if not group.is_sampled}
         self._undecided = {prompt_id_of(group): group for group in carried if group.is_sampled}
 
@@ -151,7 +151,7 @@ class EnginePart:
         return [*self._unfinished.values(), *self._undecided.values()]
 
     def sample(self) -> None:
-        """Sample until the step has enough groups, or can get no more, and each of this engine's is kept or dropped.
+        """Sample until the step has enough groups, or can get no more, and each of this engine's is decided.
 
         It can be called again after an interruption: responses that died with an engine are requested once more.
         """
@@ -164,7 +164,7 @@ class EnginePart:
     def summary(self) -> PartSummary:
         """Summarize this part for the other ranks."""
         return PartSummary(
-            kept=[prompt_id_of(group) for group in self.kept],
+            accepted=[prompt_id_of(group) for group in self.accepted],
             num_dropped=len(self.dropped),
             num_failed=sum(group.num_failed for group in self.dropped),
             num_opened=self.num_opened,
@@ -201,15 +201,15 @@ class EnginePart:
                 self._scheduler.stop()
 
     def _is_over(self) -> bool:
-        """Keep or drop the groups that can be decided; return True when the step has enough."""
+        """Accept or drop the groups that can be decided; return True when the step has enough."""
         for prompt_id, group in list(self._undecided.items()):
             if self._rules.drops_equal and not group.is_rewarded:
                 continue
             if self._rules.drops_equal and group.has_equal_rewards:
                 self._tickets.drop()
                 self.dropped.append(self._undecided.pop(prompt_id))
-            elif self._tickets.keep():
-                self.kept.append(self._undecided.pop(prompt_id))
+            elif self._tickets.accept():
+                self.accepted.append(self._undecided.pop(prompt_id))
             else:
                 break
         return self._tickets.is_over()
@@ -225,9 +225,9 @@ class EnginePart:
 
     @contextmanager
     def _stopped_in_time(self) -> Iterator[None]:
-        """With more groups open than wanted, end the engine's work as soon as any engine has kept the last one.
+        """With more groups open than wanted, end the engine's work as soon as any engine has accepted the last one.
 
-        A thread watches for that: this rank looks again only after a response, and that may be the slowest one.
+        A thread watches for that: this rank checks again only after a response, and that may be the slowest one.
         """
         if not self._rules.extra_groups:
             yield

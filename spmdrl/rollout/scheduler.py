@@ -1,4 +1,4 @@
-"""Run episodes on an engine: those that an environment has answered go on before new ones begin.
+"""Run episodes on an engine: those that an environment has answered continue before new ones begin.
 
 An engine asks for requests only as it has room, and an episode that waits for its environment takes none. So more
 episodes are open than the engine has slots, and slow tools do not idle it.
@@ -25,8 +25,8 @@ Wait = Callable[[Collection["Future[Any]"]], object]
 Restore = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
 
 
-class Scheduler:
-    """One engine's episodes."""
+class EpisodeScheduler:
+    """Runs the episodes of one engine."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Scheduler:
         max_open: int | None = None,
     ) -> None:
         """`restore` is called with the prompt of each request; None where there are no images. At most `max_open`
-        episodes have begun and not finished. With `in_order`, all environments that were asked are waited for each time
+        episodes are open. With `in_order`, all environments that were asked are waited for each time
         the engine asks for requests, so that which requests run together does not depend on how long an environment
         takes."""
         self._engine, self._restore, self._in_order, self._max_open = engine, restore, in_order, max_open
@@ -45,7 +45,7 @@ class Scheduler:
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
         self._is_stopped = False
         self.num_running = 0  # requests
-        self.idle_s = 0.0  # the engine was kept from running by what waited for environments
+        self.idle_s = 0.0  # the engine had nothing to run but what waited for environments
 
     def run(
         self, episodes: Iterable[Episode | None], finished: Callable[[Episode], None], *, wait: Wait | None = None
@@ -63,7 +63,7 @@ class Scheduler:
             episode.add(response)
             if episode.is_finished:
                 finished(episode)
-            elif episode.env_future is not None:
+            elif episode.is_waiting:
                 self._wait_for(episode)
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class Scheduler:
                     self._wait(wait)
             elif episode.is_finished:
                 finished(episode)
-            elif episode.env_future is not None:
+            elif episode.is_waiting:
                 self._wait_for(episode)
             else:
                 self._requested.append(episode)
@@ -151,7 +151,7 @@ def sample(
     episodes = [episode for group in groups for episode in group.episodes]
     max_open = world.cfg.max_open if world is not None else None
     try:
-        Scheduler(engine, restore=restore, in_order=in_order, max_open=max_open).run(
+        EpisodeScheduler(engine, restore=restore, in_order=in_order, max_open=max_open).run(
             episodes, lambda episode: results.append(each(episode.rollout()))
         )
     finally:  # after the death of an engine everything is sampled again, in new environments

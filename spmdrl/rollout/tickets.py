@@ -1,8 +1,8 @@
 """The tickets of one step, which decide which engine opens which prompt group.
 
-Ticket t is a place in the step's prompts. An engine that has room takes one and opens its group, which is later kept or
-dropped. Engines either share one counter in the store of the process group, so that a fast one takes more, or each have
-tickets of their own.
+Ticket t is a place in the step's prompts. An engine that has room takes one and opens its group, which is later
+accepted or dropped. Engines either share one counter in the store of the process group, so that a fast one takes more,
+or each have tickets of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Tickets(Protocol):
 
     @abstractmethod
     def take(self) -> int | None:
-        """Take the next ticket; None when no group may be opened now. Each group is kept or dropped later."""
+        """Take the next ticket; None when no group may be opened now. Each group is accepted or dropped later."""
 
     @abstractmethod
-    def keep(self) -> bool:
-        """Count one more group as kept; False, and it does not count, when the step has enough already."""
+    def accept(self) -> bool:
+        """Count one more group as accepted; False, and it does not count, when the step has enough already."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -30,7 +30,7 @@ class Tickets(Protocol):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Return True when enough groups are kept, so that open ones are not needed. Any thread may call this."""
+        """Return True when enough groups are accepted, so that open ones are not needed. Any thread may call this."""
 
     @abstractmethod
     def is_empty(self) -> bool:
@@ -49,7 +49,7 @@ class Tickets(Protocol):
         return False
 
     def resume(self) -> None:
-        """Go on after an interruption; every engine does, after each has stopped and before any goes on."""
+        """Continue after an interruption; every engine does, after each has stopped and before any continues."""
         return
 
     def close(self) -> None:
@@ -60,9 +60,9 @@ class Tickets(Protocol):
 class SharedTickets(Tickets):
     """Tickets from counters in a store that all engines reach.
 
-    `permits` groups may be open or kept at the same time, and tickets 0 to `num_tickets` - 1 may be taken. As long as
-    there are as many permits as groups wanted, the groups that are kept do not depend on timing: they are those of the
-    shortest run of tickets that holds enough of them.
+    `permits` groups may be open or accepted at the same time, and tickets 0 to `num_tickets` - 1 may be taken. As long
+    as there are as many permits as groups wanted, the accepted groups do not depend on timing: they are those of the
+    shortest run of tickets that has enough of them.
     """
 
     def __init__(self, store: Store, *, step: int, wanted: int, permits: int, num_tickets: int) -> None:
@@ -73,28 +73,28 @@ class SharedTickets(Tickets):
 
     def take(self) -> int | None:
         # Read before counting up: engines that wait would otherwise take permits from each other for moments.
-        if self._known_empty or self._count("held") >= self._permits:
+        if self._known_empty or self._count("permits") >= self._permits:
             return None
-        if self._count("held", 1) <= self._permits:
+        if self._count("permits", 1) <= self._permits:
             ticket = self._count("taken", 1) - 1
             if ticket < self._num_tickets:
                 return ticket
             self._known_empty = True
-        self._count("held", -1)
+        self._count("permits", -1)
         return None
 
-    def keep(self) -> bool:
+    def accept(self) -> bool:
         if self._known_over:
             return False
-        place = self._count("kept", 1)
+        place = self._count("accepted", 1)
         self._known_over |= place >= self._wanted
         return place <= self._wanted
 
     def drop(self) -> None:
-        self._count("held", -1)
+        self._count("permits", -1)
 
     def is_over(self) -> bool:
-        self._known_over = self._known_over or self._count("kept") >= self._wanted
+        self._known_over = self._known_over or self._count("accepted") >= self._wanted
         return self._known_over
 
     def is_empty(self) -> bool:
@@ -102,7 +102,7 @@ class SharedTickets(Tickets):
         return self._known_empty
 
     def cancel(self) -> None:
-        self._count("kept", self._wanted)
+        self._count("accepted", self._wanted)
 
     def interrupt(self) -> None:
         self._count("interrupted", 1)
@@ -114,7 +114,7 @@ class SharedTickets(Tickets):
         self._seen_interruptions = self._count("interrupted")
 
     def close(self) -> None:
-        for name in ("held", "taken", "kept", "interrupted"):
+        for name in ("permits", "taken", "accepted", "interrupted"):
             self._store.delete_key(name)
 
     def _count(self, name: str, change: int = 0) -> int:
@@ -125,8 +125,8 @@ class SharedTickets(Tickets):
 class StaticTickets(Tickets):
     """Engine i of E has tickets i, i + E, i + 2E, ..., and an even share of the groups wanted, whatever others do.
 
-    It takes them in rounds: groups that are missing after a round are opened when every group of it has been kept or
-    dropped. So neither the samples nor which of them are sampled together depend on how long a reward takes. Engines
+    It takes them in rounds: groups that are missing after a round are opened when every group of it has been accepted
+    or dropped. So neither the samples nor which of them are sampled together depend on how long a reward takes. Engines
     never wait for each other, so there is nothing to cancel or to interrupt.
     """
 
@@ -134,11 +134,11 @@ class StaticTickets(Tickets):
         self._mine = iter(range(engine_index, num_tickets, num_engines))
         self._num_left = len(range(engine_index, num_tickets, num_engines))
         self._wanted = len(range(engine_index, wanted, num_engines))
-        self._kept = self._undecided = self._left_in_round = 0
+        self._accepted = self._undecided = self._left_in_round = 0
 
     def take(self) -> int | None:
         if not self._left_in_round and not self._undecided:
-            self._left_in_round = min(self._wanted - self._kept, self._num_left)
+            self._left_in_round = min(self._wanted - self._accepted, self._num_left)
         if not self._left_in_round:
             return None
         self._left_in_round -= 1
@@ -146,16 +146,16 @@ class StaticTickets(Tickets):
         self._undecided += 1
         return next(self._mine)
 
-    def keep(self) -> bool:
+    def accept(self) -> bool:
         self._undecided -= 1
-        self._kept += 1
+        self._accepted += 1
         return True
 
     def drop(self) -> None:
         self._undecided -= 1
 
     def is_over(self) -> bool:
-        return self._kept == self._wanted
+        return self._accepted == self._wanted
 
     def is_empty(self) -> bool:
         return not self._num_left

@@ -88,13 +88,15 @@ def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
     """Take rejected tokens out of the loss and its denominator, and scale weights to the mean 1, over the global batch.
 
     Every rank that trains must call this. Each mini-batch is a global batch of its own, as it is for the loss. A batch
-    whose correction looks at single sequences only is returned as it is.
+    whose correction needs single sequences only is returned as it is.
     """
     correction = cfg.correction
     if not needs_global_stats(correction):
         return batch
-    kept = [[kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in batch.mini_batches]
-    pairs = [list(zip(*both, strict=True)) for both in zip(batch.mini_batches, kept, strict=True)]
+    accepted = [
+        [kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in batch.mini_batches
+    ]
+    pairs = [list(zip(*both, strict=True)) for both in zip(batch.mini_batches, accepted, strict=True)]
     local = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for sums, of_mini_batch in zip(local, pairs, strict=True):
         for micro_batch, mask in of_mini_batch:
@@ -117,7 +119,7 @@ def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
 
 
 def _counts_by_rollout(pairs: list[list[tuple[MicroBatch, Tensor]]], mesh: DeviceMesh) -> list[Counter[int]]:
-    """The kept tokens of each mini-batch's rollouts, of all ranks, by index."""
+    """The accepted tokens of each mini-batch's rollouts, of all ranks, by index."""
     mine = [torch.empty(0, 3, dtype=torch.float64)]
     for number, of_mini_batch in enumerate(pairs):
         mine += [F.pad(kept_counts(micro_batch, mask), (1, 0), value=number) for micro_batch, mask in of_mini_batch]

@@ -1,6 +1,6 @@
-"""The images of a step: a frozen tower looks once at each of them, whatever number of sequences and passes show it.
+"""The images of a step: a frozen tower encodes each of them once, whatever number of sequences and passes show it.
 
-A trained tower looks at them in every forward pass of its model, and gets their pixels with the micro-batches. In both
+A trained tower encodes them in every forward pass of its model, and gets their pixels with the micro-batches. In both
 cases an image may lie on any node: ranks that have its pixels look at it, or send them.
 """
 
@@ -111,7 +111,8 @@ class Images:
         here = [digest in self._store for digest in images]
         everywhere = gather_objects(self._mesh, here)
         holders = {
-            digest: [rank for rank, held in enumerate(everywhere) if held[place]] for place, digest in enumerate(images)
+            digest: [rank for rank, stored in enumerate(everywhere) if stored[place]]
+            for place, digest in enumerate(images)
         }
         if lost := [digest for digest, ranks in holders.items() if not ranks]:
             raise UserError(
@@ -123,10 +124,10 @@ class Images:
     def _encode(self, images: dict[str, ImageSpan], wanted: list[set[str]]) -> tuple[dict[str, Tensor], int]:
         """Return (features of the images that this rank wants, passes of the tower on it)."""
         holders = self._holders(images)
-        looks = _divide(images, holders, num_ranks=self._mesh.size())
-        mine = [digest for digest, rank in looks.items() if rank == self._mesh.get_local_rank()]
+        encoded_by = _divide(images, holders, num_ranks=self._mesh.size())
+        mine = [digest for digest, rank in encoded_by.items() if rank == self._mesh.get_local_rank()]
         found: dict[str, Tensor] = {}
-        passes = self._passes(images, looks)
+        passes = self._passes(images, encoded_by)
         for digests in passes:
             found |= self._pass([images[digest] for digest in digests])
         if passes:
@@ -135,13 +136,15 @@ class Images:
         family, hidden = self._model.trunk.family, self._model.model.config.get_text_config().hidden_size
         assert family is not None
         sizes = {digest: torch.Size([image.num_tokens, family.num_levels, hidden]) for digest, image in images.items()}
-        sent = send_tensors(found, sizes, dtype=self._dtype, sent_by=looks, wanted=wanted, mesh=self._mesh)
+        sent = send_tensors(found, sizes, dtype=self._dtype, sent_by=encoded_by, wanted=wanted, mesh=self._mesh)
         return sent, sum(map(bool, passes))
 
-    def _passes(self, images: dict[str, ImageSpan], looks: dict[str, int]) -> list[list[str]]:
+    def _passes(self, images: dict[str, ImageSpan], encoded_by: dict[str, int]) -> list[list[str]]:
         """Divide this rank's images into passes of about as many patches, as many as on every other rank."""
         limits: dict[str, Any] = {"max_tokens": self._max_patches, "sequences_per_micro_batch": None}
-        shares = [[digest for digest, rank in looks.items() if rank == other] for other in range(self._mesh.size())]
+        shares = [
+            [digest for digest, rank in encoded_by.items() if rank == other] for other in range(self._mesh.size())
+        ]
         lengths = [[min(_num_patches(images[digest]), self._max_patches) for digest in share] for share in shares]
         number = max(num_micro_batches(of_share, **limits) for of_share in lengths) if images else 0
         mine = self._mesh.get_local_rank()
@@ -149,14 +152,14 @@ class Images:
 
     @torch.no_grad()
     def _pass(self, images: Sequence[ImageSpan]) -> dict[str, Tensor]:
-        """Look at images together; a rank without any looks at a blank one, in step with the others."""
+        """Encode images together; a rank without any encodes a blank one, in step with the others."""
         assert self._store is not None
         pixels = [self._store.get(image.digest) for image in images]
         grids = [image.grid for image in images]
         if not images:
             blank, grid = self._model.trunk.blank_image()
             pixels, grids = [blank], [grid]
-        assert all(one is not None for one in pixels), "an image was removed while it was looked at"
+        assert all(one is not None for one in pixels), "an image was removed while it was encoded"
         features = self._model.encode(pixels, grids)  # type: ignore[arg-type]
         return {image.digest: one.to("cpu", self._dtype) for image, one in zip(images, features, strict=False)}
 
@@ -165,13 +168,13 @@ class Images:
         assert self._store is not None
         sent_by = {digest: ranks[0] for digest, ranks in self._holders(images).items()}
         mine = [digest for digest, rank in sent_by.items() if rank == self._mesh.get_local_rank()]
-        held = {digest: pixels for digest in mine if (pixels := self._store.get(digest)) is not None}
+        own = {digest: pixels for digest in mine if (pixels := self._store.get(digest)) is not None}
         blank, _ = self._model.trunk.blank_image()
         sizes = {
             digest: blank.shape if blank.ndim == 4 else torch.Size([_num_patches(image), blank.shape[1]])
             for digest, image in images.items()
         }
-        return send_tensors(held, sizes, dtype=torch.float32, sent_by=sent_by, wanted=wanted, mesh=self._mesh)
+        return send_tensors(own, sizes, dtype=torch.float32, sent_by=sent_by, wanted=wanted, mesh=self._mesh)
 
 
 def _num_patches(image: ImageSpan) -> int:
@@ -179,7 +182,7 @@ def _num_patches(image: ImageSpan) -> int:
 
 
 def _divide(images: dict[str, ImageSpan], holders: dict[str, list[int]], *, num_ranks: int) -> dict[str, int]:
-    """Choose the rank that looks at each image: of those that have it, the one with the fewest patches so far."""
+    """Choose the rank that encodes each image: of those that have it, the one with the fewest patches so far."""
     load = [0] * num_ranks
     chosen: dict[str, int] = {}
     for digest in sorted(images, key=lambda digest: (-_num_patches(images[digest]), digest)):
@@ -190,7 +193,7 @@ def _divide(images: dict[str, ImageSpan], holders: dict[str, list[int]], *, num_
 
 
 def start_images(run: Launch[SettingsT], model: PackedModel) -> Images:
-    """Make what looks at the images of a run's steps."""
+    """Make the encoder of the images of a run's steps."""
     return Images(
         model,
         run.inputs.images.store,

@@ -177,7 +177,7 @@ def failure_lines(step: int, rewarded: Sequence[RewardedRollout]) -> list[str]:
     that died, and one for the rest."""
     reasons = Counter(r.outcome.failure for r in rewarded if r.outcome.failure is not None)
     shown = reasons.most_common(_MAX_REASONS)
-    told = [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in shown]
+    lines = [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in shown]
     if others := reasons.total() - sum(count for _, count in shown):
-        told.append(f"step {step}: {others} of this rank's rewards are 0 for other reasons")
-    return told
+        lines.append(f"step {step}: {others} of this rank's rewards are 0 for other reasons")
+    return lines

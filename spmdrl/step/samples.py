@@ -63,13 +63,13 @@ def _end_fractions(episodes: Sequence[Rollout], area: str) -> Metrics:
 
 
 def _environments_own(observations: Iterable[Sequence[Observation]], prefix: str) -> Metrics:
-    """The means over episodes of what environments measured: of each number the last that an episode told."""
-    told: dict[str, list[float]] = {}
+    """The means over episodes of what environments measured: of each number the last that an episode reported."""
+    reported: dict[str, list[float]] = {}
     for of_episode in observations:
         last = {name: value for observation in of_episode for name, value in observation.metrics.items()}
         for name, value in last.items():
-            told.setdefault(name, []).append(value)
-    return {f"{prefix}{name}": Mean.of(values) for name, values in sorted(told.items())}
+            reported.setdefault(name, []).append(value)
+    return {f"{prefix}{name}": Mean.of(values) for name, values in sorted(reported.items())}
 
 
 def _had_environment(rollout: Rollout) -> bool:

@@ -22,7 +22,7 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import Scheduler, sample
+from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.types import Prompt, Rollout
 from tests.helpers.agents import agent_config, script
 from tests.helpers.chat_templates import family_tokenizer, stops_of
@@ -216,7 +216,7 @@ def test_an_agent_s_episode_that_was_saved_goes_on_as_if_it_had_not_been(tmp_pat
                 for group, prompt in zip(groups, prompts(), strict=True)
             ]
             episodes = [episode for group in groups for episode in group.unfinished]
-            Scheduler(fake_engine(abort_after=25)).run(
+            EpisodeScheduler(fake_engine(abort_after=25)).run(
                 episodes,
                 lambda episode: finished.update({(episode.prompt.prompt_id, episode.sample_index): episode.rollout()}),
             )

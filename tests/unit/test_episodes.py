@@ -15,11 +15,11 @@ from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.episode import EnvContext, Episode, EpisodeState
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import Scheduler, sample
-from spmdrl.types import Prompt, Request, Response, Rollout
+from spmdrl.rollout.scheduler import EpisodeScheduler, sample
+from spmdrl.types import Prompt, Request, Response, Rollout, Span
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.episodes import reloaded
 from tests.helpers.fake_engine import FakeEngine
@@ -104,7 +104,7 @@ def test_answered_episodes_go_on_before_new_ones_begin() -> None:
 def test_the_engine_is_known_to_wait_whatever_the_order() -> None:
     for in_order in (False, True):
         world = world_of(delay_s=lambda _: 0.01)
-        scheduler = Scheduler(cast(Any, stopping()), in_order=in_order)
+        scheduler = EpisodeScheduler(cast(Any, stopping()), in_order=in_order)
         group = PromptGroup.opened(PROMPTS[0], replace(SAMPLING, group_size=1), world, step=1, run_seed=5)
         scheduler.run(group.episodes, lambda episode: None)
         assert scheduler.idle_s > 0.01 * len(group.episodes[0].turns)
@@ -127,6 +127,28 @@ def test_an_episode_without_an_environment_is_one_response() -> None:
         (turn,) = rollout.turns
         assert (turn.context_ids, turn.action, turn.observation) == (rollout.prompt.token_ids, None, None)
         assert rollout.end == turn.response.finish_reason == "stop"
+
+
+def test_a_state_says_who_acts_next() -> None:
+    """Also of an episode that is read from a checkpoint: its environment gets the action again."""
+    world = world_of()
+    episode, other = PromptGroup.opened(PROMPTS[0], SAMPLING, world, step=1, run_seed=5).episodes
+    states = [episode.state]
+    for do in (episode.begin, episode.take_answer):
+        do()
+        states.append(episode.state)
+    for reason in ("abort", "stop"):
+        episode.add(Response(token_ids=(7,), logprobs=(-1.0,), finish_reason=reason, spans=(Span(0, 1),)))
+        states.append(episode.state)
+    other.restore(episode.saved())
+    assert other.state is EpisodeState.STEPPING and not other.is_waiting
+    for one in (episode, other):
+        one.begin()
+        assert one.is_waiting
+        one.take_answer()
+        assert one.state is EpisodeState.SAMPLING and one.turns == episode.turns
+    S = EpisodeState
+    assert states == [S.NEW, S.RESETTING, S.SAMPLING, S.SAMPLING, S.STEPPING]
 
 
 def never_done(start: EpisodeStart, number: int, action: Action) -> Answer:
@@ -226,7 +248,7 @@ def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been(
         ]
         engine = stopping(max_running=5, abort_after=7)
         episodes = [episode for group in groups for episode in group.unfinished]
-        Scheduler(cast(Any, engine)).run(
+        EpisodeScheduler(cast(Any, engine)).run(
             episodes, lambda episode: finished.update({key_of(episode): episode.rollout()})
         )
     assert rounds > 3

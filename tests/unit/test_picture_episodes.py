@@ -31,7 +31,7 @@ from spmdrl.report.samples import answer_row
 from spmdrl.rollout.episode import EnvContext, restore_rollout
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import Scheduler, sample
+from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.types import Prompt, RewardOutcome, Rollout, Trajectory, Turn, UserError
 from spmdrl.types import Sequence as Tokens
 from tests.helpers.environments import FakeEnvironments
@@ -275,7 +275,7 @@ def test_episodes_that_are_interrupted_and_saved_go_on_in_processes_without_thei
             for group, prompt in zip(groups, prompts, strict=True)
         ]
         episodes = [episode for group in groups for episode in group.unfinished]
-        scheduler = Scheduler(Impatient(now.engine, 3), restore=lambda _: None, in_order=True)
+        scheduler = EpisodeScheduler(Impatient(now.engine, 3), restore=lambda _: None, in_order=True)
         scheduler.run(episodes, lambda one: finished.update({(one.prompt.prompt_id, one.sample_index): one.rollout()}))
     assert rounds > 2
     for key, rollout in expected.items():

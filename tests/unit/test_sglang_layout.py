@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
-from spmdrl.engine.sglang.layout import TpShard, held_weights, padded_adapters
+from spmdrl.engine.sglang.layout import TpShard, padded_adapters, sharded_weights
 from tests.helpers.models import GATED_DELTA_NET, SIZES
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
@@ -43,7 +43,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 def held(size: int, device_type: str = "cuda") -> list[dict[str, torch.Tensor]]:
     weights = checkpoint()
     shares = [TpShard.of(MODEL, rank=rank, size=size, device_type=device_type) for rank in range(size)]
-    return [held_weights(weights, share) for share in shares]
+    return [sharded_weights(weights, share) for share in shares]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -89,7 +89,7 @@ def test_weights_that_a_checkpoint_has_fused_are_cut_like_others(device_type: st
     ):
         weights[f"{prefix}.{name}.weight"] = torch.cat([weights.pop(f"{prefix}.{part}.weight") for part in parts])
     for rank, expected in enumerate(held(2, device_type)):
-        found = held_weights(weights, TpShard.of(model, rank=rank, size=2, device_type=device_type))
+        found = sharded_weights(weights, TpShard.of(model, rank=rank, size=2, device_type=device_type))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -105,7 +105,7 @@ def test_every_device_has_the_whole_embedding_of_gemma_3() -> None:
     name, weights = "model.embed_tokens.weight", checkpoint()
     for rank in range(2):
         share = TpShard.of(Gemma3TextConfig(**SIZES), rank=rank, size=2, device_type="cuda")
-        assert torch.equal(held_weights({name: weights[name]}, share)[name], weights[name])
+        assert torch.equal(sharded_weights({name: weights[name]}, share)[name], weights[name])
 
 
 def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
@@ -123,7 +123,7 @@ def test_adapters_are_padded_as_the_weights_that_they_change() -> None:
     for name in names:
         stem = f"base_model.model.model.layers.0.{name}.lora_"
         whole = adapters[f"{stem}B.weight"] @ adapters[f"{stem}A.weight"]
-        (expected,) = held_weights({f"{name}.weight": whole}, share).values()
+        (expected,) = sharded_weights({f"{name}.weight": whole}, share).values()
         torch.testing.assert_close(padded[f"{stem}B.weight"] @ padded[f"{stem}A.weight"], expected)
         assert (expected.shape != whole.shape) == name.startswith("mlp")
 
@@ -149,7 +149,7 @@ def test_gated_delta_nets_are_cut_by_heads(size: int) -> None:
     weights = {f"{layer}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     attention = {"model.layers.1.self_attn.o_proj.weight": torch.randn(hidden, 64)}
     devices = [
-        held_weights(weights | attention, TpShard.of(model, rank=rank, size=size, device_type="cuda"))
+        sharded_weights(weights | attention, TpShard.of(model, rank=rank, size=size, device_type="cuda"))
         for rank in range(size)
     ]
     whole = {name.removeprefix(f"{layer}."): weight for name, weight in weights.items()}
@@ -174,7 +174,7 @@ def test_the_gated_norms_of_qwen3_next_have_the_dtype_of_its_config() -> None:
     name = "model.layers.0.linear_attn.norm.weight"
     for dtype, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)):
         share = TpShard.of(Qwen3NextConfig(dtype=dtype), rank=0, size=1, device_type="cuda")
-        assert held_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected
+        assert sharded_weights({name: torch.ones(8).bfloat16()}, share)[name].dtype == expected
 
 
 def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
@@ -194,7 +194,7 @@ def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
     torch.manual_seed(0)
     weights = {f"model.visual.{name}": torch.randn(shape) for name, shape in shapes.items()}
     first, second = (
-        held_weights(weights, TpShard.of(model, rank=rank, size=2, device_type="cuda")) for rank in range(2)
+        sharded_weights(weights, TpShard.of(model, rank=rank, size=2, device_type="cuda")) for rank in range(2)
     )
     for kind in ("weight", "bias"):
         name = f"visual.blocks.0.attn.qkv_proj.{kind}"

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from spmdrl.dist.session import World
-from spmdrl.engine.sglang.layout import TpShard, held_weights
+from spmdrl.engine.sglang.layout import TpShard, sharded_weights
 from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.model import logprobs
 from spmdrl.model.attention import IMPLEMENTATION
@@ -214,7 +214,7 @@ def test_engines_that_follow_hold_embedding_and_norms_in_float32() -> None:
     tensors = {f"{name}.weight": torch.ones(64, dtype=torch.bfloat16) for name in names}
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(64, 64, dtype=torch.bfloat16)
     for follows, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        held = held_weights(tensors, TpShard(0, 1, 2, 1, widens=follows))
+        held = sharded_weights(tensors, TpShard(0, 1, 2, 1, widens=follows))
         assert {held[f"{name}.weight"].dtype for name in names} == {dtype}
         assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
 

@@ -31,7 +31,7 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
 from spmdrl.engine.sglang.images import image_fields
-from spmdrl.engine.sglang.layout import TpShard, held_parts, held_weights
+from spmdrl.engine.sglang.layout import TpShard, sharded_parts, sharded_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
@@ -143,7 +143,7 @@ class SGLangEngine(RolloutEngine):
             naming=cls.naming,
             group=sending_group(run.plan, run.meshes),
             digests=lambda whole: [
-                {name: sglang_process.digest(held) for name, held in held_weights(whole, share).items()}
+                {name: sglang_process.digest(tensor) for name, tensor in sharded_weights(whole, share).items()}
                 for share in shares
             ],
             device=run.device,
@@ -329,7 +329,7 @@ class SGLangEngine(RolloutEngine):
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """Ask this rank's process for its digests too; it answers when it has loaded the bucket."""
-        expected = digests(held_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
+        expected = digests(sharded_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
         number = self._buckets.index(bucket)
         self._asked |= expected.keys()
         is_last = number == len(self._buckets) - 1
@@ -340,9 +340,9 @@ class SGLangEngine(RolloutEngine):
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
         host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
-        held = self._questions.take_answers()
+        found = self._questions.take_answers()
         self._expected |= expected  # what a refit leaves out must stay as it was
-        mine = [name for name in self._expected.keys() | held.keys() if self._expected.get(name) != held.get(name)]
+        mine = [name for name in self._expected.keys() | found.keys() if self._expected.get(name) != found.get(name)]
         everyones = gather_objects(self._mesh, mine)
         if self._process is None or self._process.is_dead():  # `require_alive` says so
             return []
@@ -500,12 +500,12 @@ class DisaggregatedSGLangEngine(SGLangEngine):
             _, _, ranks, _ = self._process.ask("check_weights", "CheckWeightsReqInput", action="checksum")
         except EngineDied:  # `require_alive` says so
             return []
-        held = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
+        checksums = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in ranks}
         return sorted(
             name
             for rank, expectation in enumerate(expectations)
-            for name in expectation.keys() | held[rank].keys()
-            if expectation.get(name) != held[rank].get(name) and not name.endswith(_DERIVED)
+            for name in expectation.keys() | checksums[rank].keys()
+            if expectation.get(name) != checksums[rank].get(name) and not name.endswith(_DERIVED)
         )
 
 

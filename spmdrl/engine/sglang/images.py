@@ -42,7 +42,7 @@ def image_problems(cfg: Config, model_config: Any) -> Iterator[str]:
 
 
 def image_arguments(model_config: Any) -> dict[str, Any]:
-    """Return SGLang's arguments for a model that looks at images, on top of which the user's come; none for others.
+    """Return SGLang's arguments for a vision model, on top of which the user's come; none for others.
 
     On a Hopper device SGLang 0.5.23 would take 1 to 3 GiB for Qwen3-VL's pixels, in the process that starts it, which
     is the trainer's, and never give them back. Ours come from host memory and would not even go there.
@@ -79,7 +79,7 @@ def image_fields(request: Request, family: VisionFamily | None, store: ImageStor
 def take_numbers_from_requests(processor: Any) -> None:
     """Let SGLang's processor of images (None in a model of text) leave the tokens alone.
 
-    By itself it puts numbers of its own in the place of placeholders, before those of the request are looked at
+    By itself it puts numbers of its own in the place of placeholders, before those of the request are read
     (0.5.23). Where it has not, the scheduler does so afterwards.
     """
     if processor is None:

@@ -1,7 +1,7 @@
 """The layout of a checkpoint's weights in SGLang: some are fused, some are split over the devices of an engine.
 
 It gives the weights that an engine must hold after a refit, independently of SGLang's own loaders. Weights of a kind
-that is not listed here are kept whole, under their own name.
+that is not listed here stay whole, under their own name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from spmdrl.engine.sglang.models import is_hybrid
 from spmdrl.families import family_of
 
-# SGLang pads with zeros: embeddings and heads to a multiple of so many rows, and on a CPU also the MLP's inner size, to
-# a multiple of so many for each device.
+# SGLang pads with zeros: embeddings and heads to a multiple of rows, and on a CPU also the MLP's inner size, to a
+# multiple for each device.
 _VOCABULARY_MULTIPLE = 64
 _CPU_INNER_MULTIPLE = 32
 
@@ -110,21 +110,21 @@ def _delta_net_rows(model_config: Any) -> Iterator[int]:
         yield from (keys, keys, model_config.linear_num_value_heads * model_config.linear_value_head_dim)
 
 
-def held_weights(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
+def sharded_weights(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
     """Compute the weights that this device holds after loading these whole tensors of a checkpoint, by SGLang's names.
 
     Tensors that are fused with each other must come together, in the order in which they are fused. Experts [rows,
     columns] become one weight [experts, rows, columns].
     """
-    held = {}
+    sharded = {}
     for name, by_expert in _fused(tensors, share).items():
         wholes = [_concatenated(by_expert[expert]) for expert in sorted(by_expert)]
-        held[name] = wholes[0] if _NO_EXPERT in by_expert else torch.stack(wholes)
-    return held
+        sharded[name] = wholes[0] if _NO_EXPERT in by_expert else torch.stack(wholes)
+    return sharded
 
 
-def held_parts(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, list[Tensor]]:
-    """Return each of the `held_weights` as the parts whose elements lie end to end in it; most are not copied."""
+def sharded_parts(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, list[Tensor]]:
+    """Return each of the `sharded_weights` as the parts whose elements lie end to end in it; most are not copied."""
     return {
         name: [part for expert in sorted(by_expert) for part in by_expert[expert]]
         for name, by_expert in _fused(tensors, share).items()
@@ -149,19 +149,19 @@ def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int,
     for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
         if expert := _EXPERT.match(name):
             number, module, kind = int(expert[2]), f"{expert[3]}_proj", "weight"
-            held_name = f"{expert[1]}.{'w2_weight' if expert[3] == 'down' else 'w13_weight'}"
+            engine_name = f"{expert[1]}.{'w2_weight' if expert[3] == 'down' else 'w13_weight'}"
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
-            number, held_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
+            number, engine_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
         if share.delta_net_norm is not None and ".linear_attn.norm." in name:
             tensor = tensor.to(share.delta_net_norm)
         for before, after in _RENAMED.items():
-            held_name = held_name.replace(before, after)
+            engine_name = engine_name.replace(before, after)
         if share.delta_net_rows:  # SGLang's layers have their attention's weights directly
-            held_name = held_name.replace(".self_attn.", ".")
+            engine_name = engine_name.replace(".self_attn.", ".")
         module = next((named for pattern, named in _TOWER.items() if pattern.search(name)), module)
         cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
-        fused.setdefault(held_name, {}).setdefault(number, []).extend(cut)
+        fused.setdefault(engine_name, {}).setdefault(number, []).extend(cut)
     return fused
 
 

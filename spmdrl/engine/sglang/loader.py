@@ -73,16 +73,16 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A tensor of the model, and what it looked like when the copies were noted."""
+class _ModelTensor:
+    """A tensor of the model, with its signature when the copies were recorded."""
 
     tensors: dict[str, Any]  # a module's parameters or buffers
     name: str
-    looked: tuple[Any, ...]
+    signature: tuple[Any, ...]
 
     def is_same(self) -> bool:
-        """Return False when the tensor was replaced, moved or laid out anew."""
-        return _look(self.tensors.get(self.name)) == self.looked
+        """Return False when the tensor was replaced, moved or laid out in another way."""
+        return _signature_of(self.tensors.get(self.name)) == self.signature
 
 
 class CopyPlan:
@@ -94,12 +94,12 @@ class CopyPlan:
         copies: Sequence[tuple[Tensor, _Source]],
         derivations: Sequence[Derivation],
         loaded: Sequence[Entry],
-        held: Sequence[_Held],
+        targets: Sequence[_ModelTensor],
     ) -> None:
-        """`fills`, `copies` and then `derivations` write to disjoint parts of the memory of `held`; `loaded` are left
-        to the loader."""
+        """`fills`, `copies` and then `derivations` write to disjoint parts of the memory of `targets`; `loaded` are
+        left to the loader."""
         self.loaded = tuple(loaded)
-        self._fills, self._derivations, self._held = fills, derivations, held
+        self._fills, self._derivations, self._targets = fills, derivations, targets
         # A device does a list of contiguous tensors, of one dtype on each side, in few launches.
         self._groups: dict[tuple[Any, ...], list[tuple[Tensor, _Source]]] = {}
         for target, source in copies:
@@ -109,8 +109,8 @@ class CopyPlan:
     @classmethod
     def noted(cls, model: Any, entries: Sequence[Entry], flat: Tensor) -> CopyPlan:
         """Let the model's loader load a bucket in memory `flat` [num_bytes] uint8, and note what it does."""
-        held = list(_held_by(model))
-        watch = _Watch(flat, [one.tensors[one.name] for one in held])
+        tensors = list(_tensors_of(model))
+        watch = _Watch(flat, [one.tensors[one.name] for one in tensors])
         with watch:
             model.load_weights([(entry.name, entry.view(flat)) for entry in entries])
         targets = [target for target, _ in (*watch.fills, *watch.copies)] + watch.derived
@@ -118,20 +118,20 @@ class CopyPlan:
             return cls([], [], [], entries, [])
         places = [source.place for _, source in watch.copies]
         loaded = [entry for entry in entries if _meet(_place(entry), watch.used) or not _meet(_place(entry), places)]
-        kept = [_place(entry) for entry in loaded]
-        copies = [(target, source) for target, source in watch.copies if not _meet(source.place, kept)]
+        left_places = [_place(entry) for entry in loaded]
+        copies = [(target, source) for target, source in watch.copies if not _meet(source.place, left_places)]
         written = {target.untyped_storage().data_ptr() for target in targets}
         return cls(
             watch.fills,
             copies,
             watch.derivations,
             loaded,
-            [one for one in held if one.tensors[one.name].untyped_storage().data_ptr() in written],
+            [one for one in tensors if one.tensors[one.name].untyped_storage().data_ptr() in written],
         )
 
     def are_valid(self) -> bool:
         """Return True as long as the model's tensors are where they were."""
-        return all(one.is_same() for one in self._held)
+        return all(one.is_same() for one in self._targets)
 
     @torch.no_grad()
     def repeat(self, model: Any, flat: Tensor) -> None:
@@ -149,12 +149,12 @@ class CopyPlan:
 class _Watch(TorchDispatchMode):
     """Notes what is done with a bucket's memory and the model's, and does it."""
 
-    def __init__(self, flat: Tensor, held: Sequence[Tensor]) -> None:
+    def __init__(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._bucket = flat.untyped_storage().data_ptr()
         self._first = flat.data_ptr()
-        self._model = {tensor.untyped_storage().data_ptr() for tensor in held}
-        self._computed: dict[int, Tensor] = {}  # from the bucket, by storage; kept, so that no other takes its place
+        self._model = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._computed: dict[int, Tensor] = {}  # from the bucket, by storage; no other takes its place
         self.copies: list[tuple[Tensor, _Source]] = []
         self.fills: list[tuple[Tensor, float]] = []
         self.derivations: list[Derivation] = []
@@ -180,10 +180,12 @@ class _Watch(TorchDispatchMode):
     def _derives(self, func: Any, args: Sequence[Any]) -> bool:
         """Return True for a copy of what was loaded, and for a number that is added to such a copy."""
         if func is _COPY and self._is_models(args[0]) and self._is_models(args[1]):
-            is_loaded = _look(args[1]) in (_look(target) for target, _ in self.copies)
+            is_loaded = _signature_of(args[1]) in (_signature_of(target) for target, _ in self.copies)
             self.derived += [args[0].detach()] if is_loaded else []
             return is_loaded
-        return func is _ADD and not isinstance(args[1], Tensor) and _look(args[0]) in map(_look, self.derived)
+        if func is not _ADD or isinstance(args[1], Tensor):
+            return False
+        return _signature_of(args[0]) in map(_signature_of, self.derived)
 
     def _use(self, tensors: Sequence[Tensor], result: Any) -> None:
         if any(map(self._is_models, tensors)):
@@ -212,16 +214,16 @@ def _only_views(func: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _held_by(model: nn.Module) -> Iterator[_Held]:
+def _tensors_of(model: nn.Module) -> Iterator[_ModelTensor]:
     """Yield the parameters and buffers of a model, tied ones once for each name."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield _Held(tensors, name, _look(tensor))
+                    yield _ModelTensor(tensors, name, _signature_of(tensor))
 
 
-def _look(tensor: Tensor | None) -> tuple[Any, ...]:
+def _signature_of(tensor: Tensor | None) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
@@ -266,7 +268,7 @@ class DigestRequests:
         self._folder = folder
 
     def path(self, number: int) -> str:
-        """Where the question about bucket `number` is looked for."""
+        """Name the file of the question about bucket `number`."""
         return str(self._folder / f"{number}.names")
 
     def ask(self, number: int, names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """The library that is loaded before all others in SGLang's schedulers, so that they can give device memory back.
 
 It is torch_memory_saver's, and names the CUDA runtime that it needs without a folder. The loader of a process that
-starts looks in LD_LIBRARY_PATH and in the system's folders, but CUDA wheels put the runtime where only torch looks.
+starts searches LD_LIBRARY_PATH and in the system's folders, but CUDA wheels put the runtime where only torch searches.
 Standard library only, but for the saver itself: the doctor calls this where torch may be broken.
 """
 

@@ -85,7 +85,7 @@ def import_sglang() -> None:
     if not torch.cuda.is_available():
         stand_ins().enable()
     policy = asyncio.get_event_loop_policy()
-    with _process_wide_settings_kept(), warnings.catch_warnings():
+    with _process_wide_settings_restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a page about kernels that are not for this device
         import sglang.srt.entrypoints.engine  # noqa: F401
     if not torch.cuda.is_available():
@@ -389,7 +389,7 @@ def _ending(code: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _process_wide_settings_kept() -> Iterator[None]:
+def _process_wide_settings_restored() -> Iterator[None]:
     """Restore environment variables and the root logger. SGLang would move the caches of the trainer's own kernels, and
     duplicate the log lines of other libraries."""
     environment = dict(os.environ)
@@ -411,7 +411,7 @@ def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
     saved_method = multiprocessing.get_start_method(allow_none=True)
     main = sys.modules["__main__"]
     try:
-        with _process_wide_settings_kept(), warnings.catch_warnings():
+        with _process_wide_settings_restored(), warnings.catch_warnings():
             for name in list(os.environ):
                 if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
                     del os.environ[name]

@@ -24,7 +24,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler until it is told to end; the engine starts its processes with this."""
+    """Run SGLang's scheduler until it has to end; the engine starts its processes with this."""
     add_hooks()
     if not torch.cuda.is_available():
         compute_without_pinning()

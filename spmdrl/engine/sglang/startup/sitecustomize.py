@@ -3,7 +3,7 @@
 They end with the rank that started the engine, from their first moment on: SGLang's own tie to its parent comes after
 its imports, which take long enough for a rank to die meanwhile. On a CPU they see the stubs. There is one sitecustomize
 to a process, so this one then runs the one that it hides, if any. On SIGUSR2 they write their stacks to the log of
-their rank. What a rank is told by SIGTERM or SIGUSR1 is not for them: torchrun signals whole process groups, and a rank
+their rank. SIGTERM and SIGUSR1 to a rank are not for them: torchrun signals whole process groups, and a rank
 that shall stop still needs its engine to the end of the step.
 """
 
