@@ -144,8 +144,9 @@ class _TiledHead(torch.autograd.Function):
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], _part(bias, slab))
-            scale = {"temperature": temperature, "softcap": softcap}
-            return tile.summary(logits, targets[rows], slab.start, before=before, **scale)
+            return tile.summary(
+                logits, targets[rows], slab.start, temperature=temperature, softcap=softcap, before=before
+            )
 
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
