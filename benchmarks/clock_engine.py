@@ -43,8 +43,8 @@ class ClockEngine:
                 yield index, _response(request)
             source.ask_again()
 
-    def wake_up(self) -> None:
-        """Ask for requests soon; see `RolloutEngine.wake_up`."""
+    def ask_soon(self) -> None:
+        """Ask for requests soon; see `RolloutEngine.ask_soon`."""
         self._woken.set()
 
     def abort(self) -> None:

@@ -261,7 +261,7 @@ class Metered:
 
     def __init__(self, engine: RolloutEngine | ClockEngine, *, in_process: bool) -> None:
         self._engine, self._in_process = engine, in_process
-        self.abort, self.wake_up = engine.abort, engine.wake_up
+        self.abort, self.ask_soon = engine.abort, engine.ask_soon
         self.begin()
 
     def begin(self) -> None:

@@ -1,7 +1,7 @@
 """The families of models that some part of the package treats in a way of its own, by transformers' `model_type`.
 
-No other file names a model type. A type without a row is a model of text that transformers and the engines compute
-alike, and that has nothing replaced by layers of ours.
+Besides SGLang's classes in `model/exact/sglang_operators.py`, no other file names a model type. A type without a row is
+a model of text that transformers and the engines compute alike, and that has nothing replaced by layers of ours.
 """
 
 from __future__ import annotations

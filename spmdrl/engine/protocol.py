@@ -85,7 +85,7 @@ class RolloutEngine(WeightSink):
         """Take no more requests and end what is running: every unfinished request that was taken yields what it has
         with finish reason `abort`. Any thread may call this, more than once; without a `generate` it does nothing."""
 
-    def wake_up(self) -> None:
+    def ask_soon(self) -> None:
         """Ask `generate`'s caller for requests soon: there may be one again. Any thread may call this."""
 
     def sleep(self) -> None:

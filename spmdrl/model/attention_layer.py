@@ -19,7 +19,7 @@ class AttentionLayer:
     index: int  # place in the model
     scale: float  # multiplies each product of a query and a key
     window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all before it
-    sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see sinks.py
+    sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

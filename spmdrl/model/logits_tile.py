@@ -3,8 +3,9 @@
 This is the implementation in torch; `logits_tile_triton` is the one for CUDA. z are the logits over the temperature,
 p is the softmax over the whole vocabulary, and H its entropy. With a soft cap c, a logit x counts as c tanh(x / c).
 
-A summary [4, N] float32 of a part of the vocabulary holds, for each token: the largest z; the sums of exp(z - largest)
-and of exp(z - largest) (z - largest); the target's z, or 0 when the target is in another part.
+A summary [4, N] float32 is the state of an online softmax (logsumexp) over a part of the vocabulary: for each token the
+largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, or 0 when the target is
+in another part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of each next token, without ever holding logits [T, V].
+"""log_softmax at each next token and its entropy, by an online softmax over tiles of logits, never [T, V].
 
 The shift by one between hidden states and the tokens they predict happens here and nowhere else.
 """

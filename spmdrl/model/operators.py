@@ -1,4 +1,5 @@
-"""The operators that a model computes with: the fast ones, or exact ones. The attention kernel's name decides."""
+"""The layers and the log-probability function (`next_token_logprobs`) that go with an attention kernel: fast, fused or
+exact."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Operators:
     """The operators that go with an attention kernel."""
 
     layers: Layers
-    token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
+    next_token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
     linear: Callable[..., Tensor] = linear  # x [..., D], a weight [V, D], maybe a bias [V] give [..., V]
     casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators

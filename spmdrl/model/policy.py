@@ -260,12 +260,12 @@ class Policy(PackedModel):
         self.temperature, self.softcap = temperature / scale.factor, scale.softcap
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
-        self.token_logprobs = operators_of(kernel).token_logprobs
+        self.next_token_logprobs = operators_of(kernel).next_token_logprobs
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens."""
         head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch, micro_batch.predicted)
-        logprobs, entropy = self.token_logprobs(
+        logprobs, entropy = self.next_token_logprobs(
             predicting.hidden,
             own_weight(head.weight),
             None if head.bias is None else own_weight(head.bias),

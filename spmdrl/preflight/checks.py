@@ -15,8 +15,8 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.client import Environments, open_environments
 from spmdrl.families import vision_family
+from spmdrl.rollout.env_context import parser_problems
 from spmdrl.rollout.episode import spans_of, start_of
-from spmdrl.rollout.world import parser_problems
 from spmdrl.run import Inputs
 from spmdrl.types import UserError
 

@@ -80,7 +80,7 @@ class Collector:
             return PromptGroup.opened(
                 prompt,
                 source.sampling,
-                source.world,
+                source.env_context,
                 step=step,
                 run_seed=source.run_seed,
                 with_baseline=rules.with_baseline,
@@ -192,7 +192,7 @@ class Collector:
                 f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
-        return PromptGroup.restored(saved, prompt, self._source.sampling, self._source.world)
+        return PromptGroup.restored(saved, prompt, self._source.sampling, self._source.env_context)
 
     def _shared_settings(self) -> dict[str, Any]:
         """The settings that all rollouts of a group must share."""

@@ -139,12 +139,12 @@ class Episode:
     sample_index: int
     seed: int
     sampling: Sampling
-    world: EnvContext | None = None  # None: the episode is one response
+    env_context: EnvContext | None = None  # None: the episode is one response
     is_baseline: bool = False
 
     state: EpisodeState = EpisodeState.NEW
     trajectories: tuple[tuple[Turn, ...], ...] = ((),)  # the last one grows
-    context_ids: tuple[int, ...] | None = None  # before the next response; None while the environment has not answered
+    context_ids: tuple[int, ...] | None = None  # new since the turn before; None: the environment is asked
     context_images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
     response: Response = EMPTY_RESPONSE  # the one that is being sampled, as far as it is there
     greeting: Observation | None = None
@@ -178,12 +178,12 @@ class Episode:
     def begin(self) -> None:
         """Begin the episode, or resume one that was interrupted."""
         self._start = time.monotonic()
-        if self.world is None:
+        if self.env_context is None:
             self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
             self.state = EpisodeState.SAMPLING
             return
         if self._environment is None:
-            self._environment = self.world.open(self)
+            self._environment = self.env_context.open(self)
         if self.state is EpisodeState.NEW:
             self.env_future = self._environment.reset()
             self.state = EpisodeState.RESETTING
@@ -206,9 +206,9 @@ class Episode:
 
     def restore_images(self) -> None:
         """Put the images that the environment has shown into the node's store again, unless they are there."""
-        if self.world is not None:
+        if self.env_context is not None:
             shown = (self._images + self.context_images)[len(self.prompt.images) :]
-            restore(shown, self._observations, self.world.images)
+            restore(shown, self._observations, self.env_context.images)
 
     def request(self) -> Request:
         """Request the response that comes next, or the rest of it."""
@@ -231,7 +231,7 @@ class Episode:
         reason = self.response.finish_reason
         if reason == "abort":
             return
-        if self.world is None or (reason == "length" and not self._is_long_enough):
+        if self.env_context is None or (reason == "length" and not self._is_long_enough):
             self._finish_turn(None, None)
             self._finish("context" if self._fills_context(reason) else reason)
         else:
@@ -266,7 +266,7 @@ class Episode:
             end=self.end,
             greeting=self.greeting,
             failure=self.failure,
-            is_masked=self.world is not None and self.end in self.world.cfg.masked_ends,
+            is_masked=self.env_context is not None and self.end in self.env_context.cfg.masked_ends,
             is_baseline=self.is_baseline,
         )
 
@@ -299,9 +299,9 @@ class Episode:
 
     def _read_response(self) -> Action:
         """Read the response as its environment does."""
-        assert self.world is not None and self.context_ids is not None
+        assert self.env_context is not None and self.context_ids is not None
         return dataclasses.replace(
-            self.world.action_of(self.response.token_ids),
+            self.env_context.action_of(self.response.token_ids),
             is_cut=self.response.finish_reason == "length",
             num_context_tokens=len(self._token_ids) + len(self.context_ids),
             num_tokens=len(self.response.token_ids),
@@ -320,10 +320,10 @@ class Episode:
 
     def _prompt_with(self, greeting: Observation) -> Context:
         """Return the prompt's tokens with what the environment says first."""
-        assert self.world is not None
+        assert self.env_context is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
-            return self.prompt.token_ids + self.world.encoder.appended(greeting.messages, after=()), ()
-        return self._render(self._opening(), self.world.encoder)
+            return self.prompt.token_ids + self.env_context.encoder.appended(greeting.messages, after=()), ()
+        return self._render(self._opening(), self.env_context.encoder)
 
     def _on_step(self, observation: Observation) -> None:
         self._finish_turn(self._action, observation)
@@ -333,23 +333,23 @@ class Episode:
             self._append_observation(observation)
 
     def _end_after(self, observation: Observation) -> EpisodeEnd | None:
-        assert self.world is not None
+        assert self.env_context is not None
         if observation.done:
             return "done"
-        if len(self.turns) >= self.world.cfg.max_turns:
+        if len(self.turns) >= self.env_context.cfg.max_turns:
             return "max_turns"
-        if time.monotonic() - self._start > self.world.cfg.episode_timeout_s:
+        if time.monotonic() - self._start > self.env_context.cfg.episode_timeout_s:
             return "episode_timeout"
         return None
 
     def _append_observation(self, observation: Observation) -> None:
         """Begin a turn with what the policy reads of an observation."""
-        assert self.world is not None
+        assert self.env_context is not None
         if observation.branch is not None:
             self._branch(observation.branch, observation)
             return
         encoder, so_far = self._encoder(observation), self._token_ids
-        if self.world.cfg.history == "append" or not self.prompt.messages:
+        if self.env_context.cfg.history == "append" or not self.prompt.messages:
             after = self.turns[-1].response.token_ids
             self._begin_turn(*self._encode_observation(observation, encoder, after=after, start=len(so_far)))
             return
@@ -374,8 +374,12 @@ class Episode:
         self._begin_turn(Trajectory(turns=turns).token_ids + new_ids)
 
     def _encoder(self, observation: Observation) -> TurnEncoder:
-        assert self.world is not None
-        return self.world.encoder if observation.tools is None else self.world.encoder.with_tools(observation.tools)
+        assert self.env_context is not None
+        return (
+            self.env_context.encoder
+            if observation.tools is None
+            else self.env_context.encoder.with_tools(observation.tools)
+        )
 
     def _begin_turn(self, context_ids: tuple[int, ...], images: tuple[ImageSpan, ...] = ()) -> None:
         self.context_ids, self.context_images, self.state = context_ids, images, EpisodeState.SAMPLING
@@ -410,14 +414,14 @@ class Episode:
         self, observation: Observation, encoder: TurnEncoder, *, after: tuple[int, ...], start: int
     ) -> Context:
         """Return what the policy reads of an observation, from token `start` of the trajectory on."""
-        assert self.world is not None
+        assert self.env_context is not None
         token_ids = encoder.appended(observation.messages, after=after)
-        return expanded(token_ids, spans_of(observation, self.world.images), self.world.images, start=start)
+        return expanded(token_ids, spans_of(observation, self.env_context.images), self.env_context.images, start=start)
 
     def _render(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
         """Return the tokens of the conversation, with the images of the prompt and of all observations."""
-        assert self.world is not None
-        images = self.world.images
+        assert self.env_context is not None
+        images = self.env_context.images
         shown = [image for one in self._observations for image in spans_of(one, images)]
         return expanded(encoder.rendered(messages), [*self.prompt.images, *shown], images)
 
@@ -428,7 +432,7 @@ class Episode:
 
     def _response_limit(self, context_ids: tuple[int, ...]) -> int:
         limits = [self._room(context_ids), self._asked_tokens]
-        limits.append(self.world.cfg.max_turn_tokens if self.world is not None else None)
+        limits.append(self.env_context.cfg.max_turn_tokens if self.env_context is not None else None)
         return min(limit for limit in limits if limit is not None)
 
     @property
@@ -440,7 +444,7 @@ class Episode:
     @property
     def _ends_before_another(self) -> frozenset[FinishReason]:
         """The ends of the next response after which there may be another."""
-        if self.world is None or len(self.turns) + 1 >= self.world.cfg.max_turns:
+        if self.env_context is None or len(self.turns) + 1 >= self.env_context.cfg.max_turns:
             return frozenset()
         return frozenset({"stop"} if self._asked_tokens is None else {"stop", "length"})
 
@@ -451,7 +455,7 @@ class Episode:
 
     def _fills_context(self, reason: str) -> bool:
         """Return True when a response was cut short because the trajectory is full, and not by its own limit."""
-        if self.world is None or reason != "length":
+        if self.env_context is None or reason != "length":
             return False
         return self._room(()) < 1
 

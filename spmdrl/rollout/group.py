@@ -51,7 +51,7 @@ class PromptGroup:
         cls,
         prompt: Prompt,
         sampling: Sampling,
-        world: EnvContext | None,
+        env_context: EnvContext | None,
         *,
         step: int,
         run_seed: int,
@@ -62,7 +62,7 @@ class PromptGroup:
             rollout_seed(run_seed, step, prompt.prompt_id, index)
             for index in range(sampling.group_size + with_baseline)
         ]
-        return cls(prompt, sampling.group_size, step, _episodes(prompt, sampling, world, seeds))
+        return cls(prompt, sampling.group_size, step, _episodes(prompt, sampling, env_context, seeds))
 
     def copy(self) -> PromptGroup:
         """Copy the group, so that the copy can be sampled without changing this one."""
@@ -138,9 +138,11 @@ class PromptGroup:
         )
 
     @classmethod
-    def restored(cls, saved: SavedGroup, prompt: Prompt, sampling: Sampling, world: EnvContext | None) -> PromptGroup:
+    def restored(
+        cls, saved: SavedGroup, prompt: Prompt, sampling: Sampling, env_context: EnvContext | None
+    ) -> PromptGroup:
         """Restore a saved group."""
-        episodes = _episodes(prompt, sampling, world, saved.seeds)
+        episodes = _episodes(prompt, sampling, env_context, saved.seeds)
         for episode, state in zip(episodes, saved.episodes, strict=True):
             episode.restore(state)
         group = cls(prompt, sampling.group_size, saved.opened_in, episodes)
@@ -154,7 +156,9 @@ class PromptGroup:
         return self.pending[index][1].result().reward
 
 
-def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seeds: Sequence[int]) -> list[Episode]:
+def _episodes(
+    prompt: Prompt, sampling: Sampling, env_context: EnvContext | None, seeds: Sequence[int]
+) -> list[Episode]:
     """Make the episodes of a group, by sample_index; what is beyond the group's size is greedy."""
     return [
         Episode(
@@ -162,7 +166,7 @@ def _episodes(prompt: Prompt, sampling: Sampling, world: EnvContext | None, seed
             sample_index=index,
             seed=seed,
             sampling=sampling if index < sampling.group_size else sampling.greedy(),
-            world=world,
+            env_context=env_context,
             is_baseline=index >= sampling.group_size,
         )
         for index, seed in enumerate(seeds)

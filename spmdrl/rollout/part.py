@@ -23,7 +23,7 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
-from spmdrl.rollout.scheduler import POLL_S, EpisodeScheduler, Restore
+from spmdrl.rollout.scheduler import POLL_S, EpisodeScheduler, RestoreImages
 from spmdrl.rollout.tickets import Tickets
 from spmdrl.types import Rollout
 
@@ -89,8 +89,8 @@ class GroupSource:
     sampling: Sampling
     run_seed: int
     submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
-    world: EnvContext | None = None  # of episodes with an environment
-    restore: Restore | None = None  # called with the prompt of each request; None where there are no images
+    env_context: EnvContext | None = None  # of episodes with an environment
+    restore_images: RestoreImages | None = None  # called with the prompt of each request; None: there are no images
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class EnginePart:
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
         self._scheduler = EpisodeScheduler(
-            place.engine, restore=source.restore, in_order=rules.in_order, max_open=rules.max_open
+            place.engine, restore_images=source.restore_images, in_order=rules.in_order, max_open=rules.max_open
         )
         self._tickets, self._open_group = tickets, open_group
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
@@ -138,7 +138,7 @@ class EnginePart:
     @property
     def has_environments(self) -> bool:
         """True when this engine's episodes have environments."""
-        return self._source.world is not None
+        return self._source.env_context is not None
 
     @property
     def idle_s(self) -> float:

@@ -14,11 +14,11 @@ from spmdrl.engine.restart import Restarts
 from spmdrl.envs.client import open_environments
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.sample import eval_sampling, training_sampling
-from spmdrl.rollout.scheduler import Restore, sample
-from spmdrl.rollout.world import open_world
+from spmdrl.rollout.scheduler import RestoreImages, sample
 from spmdrl.run import Launch
 from spmdrl.types import Rollout
 
@@ -68,10 +68,10 @@ class LocalSampler(Sampler):
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
-        self._world = _open_world(run) if engine.leads else None
+        self._env_context = _open_env_context(run) if engine.leads else None
         has_images = run.inputs.images.store is not None
-        self._restore: Restore | None = prompts.restore if has_images else None
-        self._restore_held_out: Restore | None = run.inputs.held_out.restore if has_images else None
+        self._restore: RestoreImages | None = prompts.restore if has_images else None
+        self._restore_held_out: RestoreImages | None = run.inputs.held_out.restore if has_images else None
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
             GroupSource(
@@ -79,7 +79,7 @@ class LocalSampler(Sampler):
                 training_sampling(cfg, self._stop_token_ids),
                 cfg.run.seed,
                 self._submit,
-                self._world,
+                self._env_context,
                 self._restore,
             ),
             rules,
@@ -107,7 +107,7 @@ class LocalSampler(Sampler):
         limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)
         seed, restore = self._cfg.run.seed, self._restore
-        return sample(self._engine, self._probes, short, None, _itself, run_seed=seed, step=0, restore=restore)
+        return sample(self._engine, self._probes, short, None, _itself, run_seed=seed, step=0, restore_images=restore)
 
     def sample_held_out(self) -> list[Pending]:
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
@@ -117,11 +117,11 @@ class LocalSampler(Sampler):
                 self._engine,
                 self._held_out,
                 sampling,
-                self._world,
+                self._env_context,
                 self._submit,
                 run_seed=self._cfg.run.seed,
                 step=0,  # the same noise at every evaluation
-                restore=self._restore_held_out,
+                restore_images=self._restore_held_out,
                 in_order=self._rules.in_order,
             )
 
@@ -134,12 +134,12 @@ class LocalSampler(Sampler):
         self._collector.restore(saved, step=step)
 
 
-def _open_world(run: Launch[Config]) -> EnvContext | None:
+def _open_env_context(run: Launch[Config]) -> EnvContext | None:
     if run.cfg.environment is None:
         return None
     client = run.enter(open_environments(run.cfg.environment))
     inputs = run.inputs
-    return open_world(run.cfg, client, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
+    return open_env_context(run.cfg, client, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
 
 
 def _itself(rollout: Rollout) -> Rollout:

@@ -22,7 +22,7 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
 Wait = Callable[[Collection["Future[Any]"]], object]
-Restore = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
+RestoreImages = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
 
 
 class EpisodeScheduler:
@@ -32,15 +32,15 @@ class EpisodeScheduler:
         self,
         engine: RolloutEngine,
         *,
-        restore: Restore | None = None,
+        restore_images: RestoreImages | None = None,
         in_order: bool = False,
         max_open: int | None = None,
     ) -> None:
-        """`restore` is called with the prompt of each request; None where there are no images. At most `max_open`
-        episodes are open. With `in_order`, all environments that were asked are waited for each time
+        """`restore_images` is called with the prompt of each request; None where there are no images. At most
+        `max_open` episodes are open. With `in_order`, all environments that were asked are waited for each time
         the engine asks for requests, so that which requests run together does not depend on how long an environment
         takes."""
-        self._engine, self._restore, self._in_order, self._max_open = engine, restore, in_order, max_open
+        self._engine, self._restore_images, self._in_order, self._max_open = engine, restore_images, in_order, max_open
         self._requested: list[Episode] = []  # the episode of each request, by place
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
         self._is_stopped = False
@@ -100,8 +100,8 @@ class EpisodeScheduler:
             else:
                 self._requested.append(episode)
                 self.num_running += 1
-                if self._restore is not None:
-                    self._restore(episode.prompt)
+                if self._restore_images is not None:
+                    self._restore_images(episode.prompt)
                     episode.restore_images()
                 yield episode.request()
 
@@ -120,7 +120,7 @@ class EpisodeScheduler:
 
     def _wait_for(self, episode: Episode) -> None:
         self._waiting.append(episode)
-        _awaited(episode).add_done_callback(lambda _: self._engine.wake_up())
+        _awaited(episode).add_done_callback(lambda _: self._engine.ask_soon())
 
     def _wait(self, wait: Wait) -> None:
         began = time.perf_counter()
@@ -133,25 +133,25 @@ def sample(
     engine: RolloutEngine,
     prompts: Iterable[Prompt],
     sampling: Sampling,
-    world: EnvContext | None,
+    env_context: EnvContext | None,
     each: Callable[[Rollout], T],
     *,
     run_seed: int,
     step: int,
-    restore: Restore | None = None,
+    restore_images: RestoreImages | None = None,
     in_order: bool = False,
 ) -> list[T]:
     """Sample `group_size` rollouts of every prompt, with seeds that belong to the sample and not to the rank; return
     what `each` makes of each as soon as it is finished."""
     results: list[T] = []
     groups = [
-        PromptGroup.opened(prompt, sampling, world, step=step, run_seed=run_seed)
+        PromptGroup.opened(prompt, sampling, env_context, step=step, run_seed=run_seed)
         for prompt in (prompts if engine.leads else ())
     ]
     episodes = [episode for group in groups for episode in group.episodes]
-    max_open = world.cfg.max_open if world is not None else None
+    max_open = env_context.cfg.max_open if env_context is not None else None
     try:
-        EpisodeScheduler(engine, restore=restore, in_order=in_order, max_open=max_open).run(
+        EpisodeScheduler(engine, restore_images=restore_images, in_order=in_order, max_open=max_open).run(
             episodes, lambda episode: results.append(each(episode.rollout()))
         )
     finally:  # after the death of an engine everything is sampled again, in new environments

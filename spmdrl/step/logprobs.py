@@ -24,9 +24,9 @@ Forward = Callable[[MicroBatch], Tensor]
 def add_logprobs(
     batch: Batch, learners: Mapping[str, Learner], reference: Reference | None, cfg: Config, meshes: Meshes
 ) -> Batch:
-    """Add `old_logprobs` where something needs them before the updates (`plan.needs_old_logprobs`) or they are the
-    engine's, `ref_logprobs` where there is a reference, and `values` where there is a critic. Every rank that trains
-    must call this.
+    """Add `old_logprobs` where something needs them before the updates (`config.plan.needs_old_logprobs`) or they are
+    the engine's, `ref_logprobs` where there is a reference, and `values` where there is a critic. Every rank that
+    trains must call this.
 
     With one mini-batch the policy has not moved in this step before its only update, so the ratio needs no pass. Where
     older weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.

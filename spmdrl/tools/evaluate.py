@@ -25,9 +25,9 @@ from spmdrl.model.trunk import model_class
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
+from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
-from spmdrl.rollout.world import open_world
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.tools.program import program
@@ -58,16 +58,16 @@ def evaluate_export(run: Path) -> dict[str, float]:
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
     with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
-        world = None
+        env_context = None
         if cfg.environment is not None:
             client = exits.enter_context(open_environments(cfg.environment))
-            world = open_world(cfg, client, held_out.tokenizer, held_out.stop_token_ids, held_out.images)
+            env_context = open_env_context(cfg, client, held_out.tokenizer, held_out.stop_token_ids, held_out.images)
         sampling = eval_sampling(cfg, held_out.stop_token_ids)
         pending = sample(
             engine,
             held_out.prompts,
             sampling,
-            world,
+            env_context,
             rewards.submit,
             run_seed=cfg.run.seed,
             step=0,

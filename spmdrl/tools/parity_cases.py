@@ -114,7 +114,7 @@ class Case:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pack: dict[str, Any] = field(default_factory=dict)  # replaces [pack] of the settings
     model: dict[str, Any] = field(default_factory=dict)  # changes to [model] of the settings
-    token_logprobs: Callable[..., tuple[Tensor, Tensor]] = next_token_logprobs
+    next_token_logprobs: Callable[..., tuple[Tensor, Tensor]] = next_token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     kernels = "kernels sum matrices of other shapes in another order"
     yield Case(name="one sequence at a time", reason=kernels, pack=alone)
     yield Case(name="one micro-batch", reason=kernels, pack=whole)
-    yield Case(name="plain head", reason=kernels, token_logprobs=plain_logprobs)
+    yield Case(name="plain head", reason=kernels, next_token_logprobs=plain_logprobs)
     yield Case(name="head in small chunks", reason=kernels, model={"logits_chunk_tokens": 7})
     for level in ("none", "full", "selective"):
         if level != settings.model.gradient_checkpointing:
@@ -242,7 +242,7 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     pack = PackConfig(balance=settings.pack.balance, **case.pack) if case.pack else settings.pack
     learning = settings.learning
     policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
-    policy.token_logprobs = case.token_logprobs
+    policy.next_token_logprobs = case.next_token_logprobs
     reference = learning.reference(policy, model, meshes)
     moving = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     start = [_local(parameter).to("cpu", copy=True) for parameter in moving]

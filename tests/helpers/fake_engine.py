@@ -68,7 +68,7 @@ class FakeEngine:
     def abort(self) -> None:
         self._aborted = True
 
-    def wake_up(self) -> None:
+    def ask_soon(self) -> None:
         pass  # it asks at every tick
 
     def _is_whole(self, row: Row) -> bool:

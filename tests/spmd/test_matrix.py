@@ -93,7 +93,7 @@ def name_of(row: Row) -> str:
 def case_of(row: Row) -> Case:
     split = {name: row[name] for name in ("dp_shard", "dp_replicate", "cp", "cp_style", "tp", "ep")}
     chunks = {"logits_chunk_tokens": 7} if row["head"] == "in small chunks" else {}
-    head = {"token_logprobs": plain_logprobs} if row["head"] == "plain" else {}
+    head = {"next_token_logprobs": plain_logprobs} if row["head"] == "plain" else {}
     return Case(
         name=name_of(row),
         reason="sums are taken in another order",

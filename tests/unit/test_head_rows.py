@@ -49,13 +49,13 @@ def test_rows_of_loss_tokens_give_what_all_rows_give(kernel: Kernel) -> None:
 
 def test_only_rows_of_loss_tokens_reach_the_head() -> None:
     micro_batch, model, seen = lay_end_to_end(random_sequences(6), {}), policy("sdpa"), []
-    head = model.token_logprobs
+    head = model.next_token_logprobs
 
     def watched(hidden: Tensor, *others: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         seen.append(len(hidden))
         return head(hidden, *others, **options)
 
-    model.token_logprobs = watched
+    model.next_token_logprobs = watched
     model(micro_batch)
     assert seen == [int(micro_batch.loss_mask.sum())]
 

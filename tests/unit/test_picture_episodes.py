@@ -113,7 +113,7 @@ class Stage:
             lambda rollout: rollout,
             run_seed=5,
             step=1,
-            restore=lambda _: None,
+            restore_images=lambda _: None,
             in_order=True,
         )
         return {(rollout.prompt.prompt_id, rollout.sample_index): rollout for rollout in found}
@@ -275,7 +275,7 @@ def test_episodes_that_are_interrupted_and_saved_go_on_in_processes_without_thei
             for group, prompt in zip(groups, prompts, strict=True)
         ]
         episodes = [episode for group in groups for episode in group.unfinished]
-        scheduler = EpisodeScheduler(Impatient(now.engine, 3), restore=lambda _: None, in_order=True)
+        scheduler = EpisodeScheduler(Impatient(now.engine, 3), restore_images=lambda _: None, in_order=True)
         scheduler.run(episodes, lambda one: finished.update({(one.prompt.prompt_id, one.sample_index): one.rollout()}))
     assert rounds > 2
     for key, rollout in expected.items():

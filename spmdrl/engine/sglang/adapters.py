@@ -249,7 +249,7 @@ class _Plan:
     def of(cls, adapters: AdapterVersion, share: TpShard) -> _Plan:
         padded = bucket_of(list(padded_adapters(adapters.tensors, share).items()))
         modules = sorted({entry.name.split(".")[-3] for entry in padded.flat_entries})
-        tensors = sglang_process.described(padded.flat_entries)
+        tensors = sglang_process.flattened_metadata(padded.flat_entries)
         return cls(adapters.bucket, padded, padded == adapters.bucket, tensors, modules)
 
 

@@ -1,4 +1,10 @@
-"""SGLang as a `RolloutEngine`."""
+"""SGLang as a `RolloutEngine`.
+
+options.py    its arguments
+process.py    starts and calls it
+loader.py     loads buckets of a refit inside its processes, whose layout of weights is in layout.py
+scheduler.py  our hooks in its scheduler
+"""
 
 from __future__ import annotations
 
@@ -143,7 +149,7 @@ class SGLangEngine(RolloutEngine):
             naming=cls.naming,
             group=sending_group(run.plan, run.meshes),
             digests=lambda whole: [
-                {name: sglang_process.digest(tensor) for name, tensor in sharded_weights(whole, share).items()}
+                {name: sglang_process.sglang_checksum(tensor) for name, tensor in sharded_weights(whole, share).items()}
                 for share in shares
             ],
             device=run.device,
@@ -207,7 +213,7 @@ class SGLangEngine(RolloutEngine):
             self._process.require_alive()
             source.ask_again()
 
-    def wake_up(self) -> None:
+    def ask_soon(self) -> None:
         self._finished.put(None)
 
     def _submit(self, index: int, request: Request, finished: _Finished) -> None:

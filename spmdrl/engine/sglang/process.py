@@ -160,7 +160,7 @@ def serialized(name: str, handle: Handle) -> bytes:
     return MultiprocessingSerializer.serialize([(name, handle)])
 
 
-def described(entries: Sequence[Entry]) -> list[Any]:
+def flattened_metadata(entries: Sequence[Entry]) -> list[Any]:
     """Describe tensors that lie in one memory in sglang's words."""
     import_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
@@ -171,15 +171,16 @@ def described(entries: Sequence[Entry]) -> list[Any]:
 
 
 def serialized_adapters(tensors: Sequence[Any], flat: Tensor) -> bytes:
-    """Serialize `described` tensors in host memory `flat` [num_bytes] uint8 for one process, which may open it once."""
+    """Serialize tensors in host memory `flat` [num_bytes] uint8, by their `flattened_metadata`, for one process, which
+    may open it once."""
     import_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 
     return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": tensors})
 
 
-def digest(tensor: Tensor) -> str:
-    """Compute the engine's own digest of a weight, 16 hexadecimal digits."""
+def sglang_checksum(tensor: Tensor) -> str:
+    """Compute SGLang's own checksum of a weight, 16 hexadecimal digits."""
     import_sglang()
     from sglang.srt.managers.mm_utils import tensor_hash
 

@@ -1,4 +1,4 @@
-"""SGLang's scheduler with additions of ours; it runs in the engine's processes."""
+"""Our hooks in SGLang's scheduler, in the engine's processes; nothing is scheduled here."""
 
 from __future__ import annotations
 

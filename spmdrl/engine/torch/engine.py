@@ -96,7 +96,7 @@ class TorchEngine(RolloutEngine):
         self._missing: set[str] = set(self.weights)
         self._expected: dict[str, str] = {}  # digests, of all refits
         self._adapter_refs = AdapterRefs()
-        self._is_aborted = self._is_woken = False
+        self._is_aborted = self._asks_soon = False
 
     @classmethod
     def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
@@ -147,8 +147,8 @@ class TorchEngine(RolloutEngine):
                 runner.begin_decoding(scheduler.running)
             elif scheduler.running:
                 has_finished = scheduler.postprocess(scheduler.running, *runner.decode(scheduler.running))
-                if runner.num_decodes % ASK_AGAIN_TOKENS == 0 or self._is_woken:
-                    self._is_woken = False
+                if runner.num_decodes % ASK_AGAIN_TOKENS == 0 or self._asks_soon:
+                    self._asks_soon = False
                     scheduler.ask_again()
             else:
                 assert scheduler.is_done, "nothing is running, so the caller must have another request or none at all"
@@ -209,8 +209,8 @@ class TorchEngine(RolloutEngine):
     def abort(self) -> None:
         self._is_aborted = True
 
-    def wake_up(self) -> None:
-        self._is_woken = True
+    def ask_soon(self) -> None:
+        self._asks_soon = True
 
     def sleep(self) -> None:
         """Return the memory to the device, not only to torch's allocator: training would otherwise allocate parts of

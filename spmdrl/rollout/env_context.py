@@ -17,7 +17,7 @@ from spmdrl.rollout.episode import EnvContext
 FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang
 
 
-def open_world(
+def open_env_context(
     cfg: Config,
     client: Environments,
     tokenizer: PreTrainedTokenizerBase,
