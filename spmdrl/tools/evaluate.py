@@ -71,7 +71,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
             rewards.submit,
             run_seed=cfg.run.seed,
             step=0,
-            restore=held_out.prompts.restore,
+            restore_images=held_out.prompts.restore,
             in_order=True,
         )
         return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
