@@ -23,17 +23,18 @@ POINTERS = {
     **dict.fromkeys(("cos", "sin", "grad_weight"), "*fp32"),
     **dict.fromkeys(("targets", "described", "found"), "*i64"),
 }
-NUMBERS = {"temperature": "fp32", "eps": "fp32"}
+NUMBERS = {"temperature": "fp32", "softcap": "fp32", "eps": "fp32"}
 ALIGNED = ("stride", "width")  # multiples of 16, as tiles on CUDA have them
 
 Variant = tuple[str, Any, dict[str, Any], int]  # a name, the kernel, its constants, and the warps of a program
 
 
 def of_head() -> Iterator[Variant]:
-    """With a temperature and the optional argument, and without both."""
+    """With a temperature, a soft cap and the optional argument, and without all three."""
     for name, kernel, optional in (("summary", tile._summary, "before"), ("gradient", tile._gradient, "by_entropy")):
         for is_given in (False, True):
-            constants = {"IS_SCALED": is_given, "BLOCK": tile._BLOCK} | ({} if is_given else {optional: None})
+            constants = {"IS_SCALED": is_given, "BLOCK": tile._BLOCK}
+            constants |= {} if is_given else {optional: None, "softcap": None}
             yield f"{name} {is_given}", kernel, constants, tile._WARPS
 
 

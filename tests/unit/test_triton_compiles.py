@@ -39,7 +39,7 @@ def test_every_kernel_compiles(assembly: dict[str, str]) -> None:
         for name in re.findall(r"^@triton\.jit\ndef (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     compiled = {name for code in assembly.values() for name in re.findall(r"\.entry (\w+)", code)}
-    assert compiled == {*written} - {"_scaled"}  # which others call
+    assert compiled == {*written} - {"_scaled", "_tanh"}  # which others call
     assert len(assembly) == 2 * (4 + 14 + 1)
 
 

@@ -70,6 +70,7 @@ def next_token_logprobs(
     *,
     temperature: float,
     chunk: int,
+    softcap: float | None = None,
     vocabulary: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs.next_token_logprobs` with the engine's bits: (logprobs [N], entropy [N]).
@@ -77,7 +78,8 @@ def next_token_logprobs(
     At most `chunk` rows of logits exist at a time, and fewer where these would exceed a tile: log_softmax needs whole
     rows.
     """
-    assert bias is None and vocabulary is None, "true_on_policy = true was not refused with a head of another kind"
+    is_plain = bias is None and softcap is None and vocabulary is None
+    assert is_plain, "true_on_policy = true was not refused with a head of another kind"
     num_rows = max(1, min(chunk, logprobs.TILE_ELEMENTS[hidden.device.type] // len(weight)))
 
     def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
