@@ -37,7 +37,8 @@ def reference() -> str:
     mains |= {f"spmdrl {name}": (one.module, one.function) for name, one in commands.items()}
     for name, (module, function) in mains.items():
         parser = _parser(module, function)
-        rows = [_row(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+        shown = [action for action in parser._actions if argparse.SUPPRESS not in (action.dest, action.help)]
+        rows = [_row(action) for action in shown if not isinstance(action, argparse._HelpAction)]
         description = " ".join((parser.description or "").split())
         table = ["| argument | default | |", "|---|---|---|", *rows] if rows else []
         parts.append("\n".join([f"## `{name}`", "", description, "", *table]).rstrip() + "\n")

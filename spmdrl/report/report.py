@@ -58,7 +58,8 @@ def drop_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> Metrics
 def loading_line(peaks_bytes: Sequence[int]) -> str:
     """Format each rank's peak host memory for the console, once models and optimizers are loaded."""
     peaks = " ".join(f"{peak / _GIB:.2f}" for peak in peaks_bytes)
-    return f"loaded on {len(peaks_bytes)} ranks; peak host memory, GiB: {peaks}"
+    ranks = "1 rank" if len(peaks_bytes) == 1 else f"{len(peaks_bytes)} ranks"
+    return f"loaded on {ranks}; peak host memory, GiB: {peaks}"
 
 
 def resource_metrics(peaks: Mapping[str, Peak]) -> Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,9 @@ _COLUMNS = ("rank", "host", "pid", "step", "phase", "for", "state")
 
 def _parser(main: Callable[..., Any], runs: str = "run", **options: Any) -> Parser:
     """The parser of a program, which takes the folder of a run, or several as `runs`."""
-    parser = Parser(description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        description=inspect.cleandoc(main.__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(runs, metavar="RUN", type=Path, help="a run's folder, such as runs/demo", **options)
     return parser
 
@@ -128,6 +131,8 @@ def _dump(files: FaultFiles, statuses: Sequence[RankStatus], host: str) -> Itera
             yield written or ("stopped: it will write its stacks when it is continued" if stopped else "no response")
         elif not status.ended:
             yield f"== {status.name}: {_state(status, host)}"
+    if all(status.ended for status in statuses):
+        yield "all ranks have ended: there are no stacks to show"
 
 
 @program("cannot draw")
