@@ -14,6 +14,7 @@ import torch
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
+from tests.helpers.device_sizes import needs_kernels
 from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
 
 PACKS = pytest.mark.claim(
@@ -63,6 +64,7 @@ def rows_alone_and_together(function: Callable[[torch.Tensor], torch.Tensor], x:
 
 @PACKS
 @needs_sglang
+@needs_kernels
 def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
     skip_without("triton")
     x, weight, bias = noise(700, 320), noise(1000, 320), noise(1000)
@@ -80,6 +82,7 @@ def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
 
 @PACKS
 @needs_sglang
+@needs_kernels
 @pytest.mark.parametrize(
     "backend, heads",
     [("fa3", (4, 4, 128)), ("fa3", (8, 2, 128)), ("fa3", (4, 2, 96)), ("triton", (4, 4, 64)), ("triton", (8, 2, 128))],
@@ -117,6 +120,7 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
 
 @PACKS
 @needs_sglang
+@needs_kernels
 @pytest.mark.parametrize("heads", [(4, 4, 128), (8, 2, 128), (16, 1, 128), (4, 2, 96), (4, 2, 256)])
 def test_fa3_gives_a_query_the_same_bits_alone_and_among_others(heads: tuple[int, int, int]) -> None:
     """An engine decodes with one query a sequence; the trainer has all of them."""
@@ -156,6 +160,7 @@ def test_fa3_gives_a_query_the_same_bits_alone_and_among_others(heads: tuple[int
     case="fa3",
 )
 @needs_sglang
+@needs_kernels
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
 def test_sglang_and_the_trainer_agree_exactly(tmp_path: Path, backend: str) -> None:
