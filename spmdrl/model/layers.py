@@ -25,7 +25,7 @@ Replaced = Iterator[tuple[nn.Module, type[nn.Module]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What the layers are replaced for."""
+    """The operators, device, meshes and quantization that a model's layers are replaced for."""
 
     operators: Operators
     device_type: str
