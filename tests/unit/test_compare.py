@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spmdrl.report.comparison import FINAL_STEPS, compare
+from spmdrl.report.curves import chart_as_svg
 from spmdrl.report.files import read_rows
 from spmdrl.report.run_folder import RecordedRun, read_run
 from spmdrl.report.series import GROUPS, Series, band, smoothed
@@ -140,3 +141,8 @@ def test_every_chart_has_a_title_and_a_scalar_of_its_own() -> None:
     charts = [chart for group in GROUPS.values() for chart in group]
     names = [name for chart in charts for name in chart.names]
     assert len({chart.title for chart in charts}) == len(charts) and len(set(names)) == len(names)
+
+
+def test_a_value_at_the_end_of_what_a_float_can_be_is_drawn() -> None:
+    drawn = band([Series(np.array([1]), np.array([1.7e308]))])
+    assert chart_as_svg([("run", drawn)]).count(b"<svg") == 1
