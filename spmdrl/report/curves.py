@@ -175,7 +175,7 @@ def _draw_step_time(axes: Axes, runs: Runs) -> None:
     _finish(axes, title="time per step, s")
     if peaks:
         # The first step warms up kernels and caches; one slow step must not squash the others.
-        _set_top(axes, 1.25 * max(peaks))
+        axes.set_ylim(0.0, 1.25 * max(peaks) or 1.0)
 
 
 def _draw_line(axes: Axes, drawn: Series, *, color: str, width: float, label: str | None = None) -> None:
@@ -193,16 +193,10 @@ def _finish(axes: Axes, *, title: str | None = None, empty: str = "not measured"
     low, high = axes.dataLim.intervaly
     is_drawn = bool(np.isfinite([low, high]).all())
     if is_drawn and low >= 0.0:
-        _set_top(axes, 1.08 * high)
+        axes.set_ylim(0.0, 1.08 * high or 1.0)
     if not is_drawn:
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", va="center", color=FAINT_INK)
-
-
-def _set_top(axes: Axes, top: float) -> None:
-    """Let the vertical axis begin at 0 and end at `top`, as far as that is a number."""
-    if np.isfinite(top):
-        axes.set_ylim(0.0, top or 1.0)
 
 
 def _colors(lines: Sized) -> list[str]:

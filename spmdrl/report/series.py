@@ -10,6 +10,8 @@ import numpy as np
 
 from spmdrl.report.files import Row
 
+_LARGEST = 1e300  # beyond it sums, margins and ticks of a chart overflow
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -43,7 +45,7 @@ class History:
         """The series of a scalar, empty where the run has none."""
         found = [(row["step"], math.nan if row[name] is None else row[name]) for row in self._rows if name in row]
         steps, values = zip(*found, strict=True) if found else ((), ())
-        return Series(np.array(steps, dtype=int), np.array(values, dtype=float))
+        return Series(np.array(steps, dtype=int), np.clip(np.array(values, dtype=float), -_LARGEST, _LARGEST))
 
     @property
     def last_step(self) -> int:

@@ -15,7 +15,7 @@ from spmdrl.report.comparison import FINAL_STEPS, compare
 from spmdrl.report.curves import chart_as_svg
 from spmdrl.report.files import read_rows
 from spmdrl.report.run_folder import RecordedRun, read_run
-from spmdrl.report.series import GROUPS, Series, band, smoothed
+from spmdrl.report.series import GROUPS, History, Series, band, smoothed
 from spmdrl.tools import runs
 from tests.helpers.recorded import SEEDS, SLOW
 
@@ -144,5 +144,5 @@ def test_every_chart_has_a_title_and_a_scalar_of_its_own() -> None:
 
 
 def test_a_value_at_the_end_of_what_a_float_can_be_is_drawn() -> None:
-    drawn = band([Series(np.array([1]), np.array([1.7e308]))])
+    drawn = band([History([{"step": 1, "reward/mean": 1.7e308}])["reward/mean"]])
     assert chart_as_svg([("run", drawn)]).count(b"<svg") == 1
