@@ -56,14 +56,13 @@ class ModelFamily:
     has_transposed_experts: bool = False
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
     reads_short_factors_only: bool = False
-    # What follows its head; other families ignore settings of these names, which says nothing about their meaning.
+    # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
     logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
 
 
 _COMMAND_R = LogitSetting("logit_scale", "factor")
 _GRANITE = LogitSetting("logits_scaling", "divisor")
-_CAPPED = LogitSetting("final_logit_softcapping", "softcap")
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -93,16 +92,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
-    "gemma2": ModelFamily(logits=_CAPPED),
-    "gemma3": ModelFamily(vision="fixed", logits=_CAPPED),
-    "gemma3_text": ModelFamily(logits=_CAPPED, sglang=SGLangFamily(splits_embedding=False)),
-    "nanochat": ModelFamily(logits=_CAPPED),
+    "gemma3": ModelFamily(vision="fixed"),
+    "gemma3_text": ModelFamily(sglang=SGLangFamily(splits_embedding=False)),
+    "nanochat": ModelFamily(logits=LogitSetting("final_logit_softcapping", "softcap")),
     "cohere": ModelFamily(logits=_COMMAND_R),
     "cohere2": ModelFamily(logits=_COMMAND_R),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE),
-    "granitemoeshared": ModelFamily(logits=_GRANITE),
-    "hyperclovax": ModelFamily(logits=LogitSetting("logits_scaling", "factor")),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

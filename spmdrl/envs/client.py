@@ -306,7 +306,7 @@ class EnvSession(Session):
 
 
 def _replay_key(observation: Observation) -> tuple[Any, ...]:
-    """What an episode depends on, which metrics such as a duration are not."""
+    """Return the fields that an episode depends on; metrics such as a duration are not among them."""
     return (*observation.messages, *observation.images, observation.reward, observation.done, observation.state)
 
 

@@ -215,7 +215,7 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What the records show of a claim."""
+    """The evidence of the records for a claim."""
 
     result: str
     records: tuple[str, ...]  # names of the files it follows from; none where nothing was seen
