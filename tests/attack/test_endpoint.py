@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from spmdrl.conversation import Action
-from spmdrl.envs import limits
+from spmdrl.envs import endpoint, limits
 from spmdrl.envs.endpoint import HOST, MAX_BODY_BYTES, Endpoint
 from spmdrl.envs.openai_forms import Call, Reply
 from spmdrl.workers.channel import bounded
@@ -56,14 +56,14 @@ class Echo:
 
 
 async def serve(pipe: Any) -> None:
-    endpoint = Endpoint(0)
-    await endpoint.start()
-    keys = [endpoint.admit(Echo()) for _ in range(3)]
-    endpoint.dismiss(keys[2])
-    pipe.send((int(endpoint.url.split(":")[2].split("/")[0]), keys))
+    served = Endpoint(0)
+    await served.start()
+    keys = [served.admit(Echo()) for _ in range(3)]
+    served.dismiss(keys[2])
+    pipe.send((int(served.url.split(":")[2].split("/")[0]), keys))
     await asyncio.to_thread(pipe.recv)
-    await endpoint.close()
-    pipe.send(endpoint.num_refused)
+    await served.close()
+    pipe.send(served.num_refused)
 
 
 def process(pipe: Any, console: Path, max_files: int) -> None:
@@ -223,6 +223,15 @@ def test_silent_connections_cost_those_with_a_key_nothing(tmp_path: Path, monkey
         until(lambda: running.num_files() - before <= 2)  # the client's own, and one that is just being closed
         until(lambda: len(client.times_s) > 20)
     assert "hung up on 400 connections that had sent none" in running.console.read_text()
+
+
+def test_a_connection_that_is_idle_after_an_answer_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_IDLE_S", 1.0)
+    with server(tmp_path) as running, running.connect() as idle, Client(running) as client:
+        idle.sendall(running.head(running.key, path="/v1/models").replace(b"POST", b"GET"))
+        assert idle.recv(2**16).startswith(b"HTTP/1.1 200")
+        assert idle.recv(1) == b""  # within the 20 s of its timeout
+        until(lambda: len(client.times_s) > 20)
 
 
 def test_open_bodies_of_a_key_are_bounded_together(tmp_path: Path) -> None:

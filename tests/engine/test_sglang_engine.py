@@ -6,6 +6,7 @@ Starting an engine takes longer than everything that is asked of it, so one run 
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,21 @@ def resources() -> dict[str, float]:
     }
 
 
+def sockets() -> set[tuple[str, int]]:
+    """The name and rights of the folder of each Unix socket with a name that this process and the engine's have."""
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    folders = {Path(one.laddr).parent for process in processes for one in process.net_connections("unix") if one.laddr}
+    return {(folder.name, stat.S_IMODE(folder.stat().st_mode)) for folder in folders if folder.is_absolute()}
+
+
 def all_of_it(path: str, agent: list[str], tp_size: int, num_refits: int) -> dict[str, Any]:
     """Everything that one set of engines is asked, on one rank."""
     found: dict[str, Any] = {"differences": [], "refits": num_refits}
     with rank_with_engine(settings(path, 2, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
         engine = rank.engine
         found["leads"] = engine.leads
+        found["sockets"] = sockets()
 
         rank.refit(version=0)
         engine.wake()
@@ -251,6 +261,12 @@ def test_an_engine_leaves_its_rank_as_it_was(ranks: list[dict[str, Any]]) -> Non
     for rank in ranks:
         assert rank["changed"] == ({"SIGQUIT"} if rank["leads"] else set())  # by which its processes say that they fail
         assert rank["changed for good"] == set()
+
+
+def test_only_its_user_reaches_an_engine_by_its_sockets(ranks: list[dict[str, Any]]) -> None:
+    found = set().union(*(rank["sockets"] for rank in ranks))
+    assert any(name.startswith("spmdrl-") for name, _ in found)  # others are torch's and Python's
+    assert {mode for _, mode in found} == {0o700}, found
 
 
 def test_an_interrupted_response_goes_on_to_the_same_tokens(leaders: list[dict[str, Any]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
@@ -17,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -38,6 +38,7 @@ from spmdrl.engine.sglang.orphans import OWNER_VARIABLE
 from spmdrl.engine.sglang.surroundings import stand_ins
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
+from spmdrl.workers.folders import LockedFolder
 
 T = TypeVar("T")
 
@@ -228,12 +229,14 @@ class SGLangProcess:
 
         _child_failed.clear()
         before = set(multiprocessing.active_children())
+        self._sockets = LockedFolder()  # that only this user can open, whatever the umask
         try:
-            with _launch_surroundings(dict(environment) | {OWNER_VARIABLE: owner}):
+            with _launch_surroundings(dict(environment) | {OWNER_VARIABLE: owner}, sockets=self._sockets.path):
                 self._engine = OwnEngine(**arguments, custom_sigquit_handler=_note_failed_child)
         except Exception as error:  # whatever sglang's own checks raise
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
+            self._sockets.remove()
             raise EngineDied(f"SGLang did not start: {type(error).__name__}: {error}") from error
         self._manager = self._engine.tokenizer_manager
         take_numbers_from_requests(self._manager.mm_processor)
@@ -365,11 +368,8 @@ class SGLangProcess:
         """Remove sockets and shared memory that the processes had no time to remove."""
         from sglang.srt.managers.load_snapshot import shm_path_for
 
-        ports = self._engine.port_args
-        for endpoint in (getattr(ports, field.name) for field in dataclasses.fields(ports)):
-            if isinstance(endpoint, str) and endpoint.startswith("ipc://"):
-                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-        Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
+        self._sockets.remove()
+        Path(shm_path_for(self._engine.port_args.instance_id)).unlink(missing_ok=True)
         for number in self.process_ids:
             for path in Path("/dev/shm").glob(f"sgl_shm_*_{number}_*"):
                 path.unlink(missing_ok=True)
@@ -406,12 +406,16 @@ def _process_wide_settings_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
-    """Prepare this process for `Engine()` to start its processes, and restore everything afterwards."""
+def _launch_surroundings(environment: Mapping[str, str], *, sockets: str) -> Iterator[None]:
+    """Prepare this process for `Engine()` to start its processes, and restore everything afterwards.
+
+    The sockets by which they talk, temporary files to SGLang, are made in the folder `sockets`.
+    """
     saved_signals = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)}
     saved_method = multiprocessing.get_start_method(allow_none=True)
-    main = sys.modules["__main__"]
+    main, temporary = sys.modules["__main__"], tempfile.tempdir
     try:
+        tempfile.tempdir = sockets
         with _process_wide_settings_restored(), warnings.catch_warnings():
             for name in list(os.environ):
                 if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES):
@@ -426,7 +430,7 @@ def _launch_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-        sys.modules["__main__"] = main
+        sys.modules["__main__"], tempfile.tempdir = main, temporary
         multiprocessing.set_start_method(saved_method, force=True)
         for number, handler in saved_signals.items():
             signal.signal(number, handler)
