@@ -56,11 +56,14 @@ class ModelFamily:
     has_transposed_experts: bool = False
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
     reads_short_factors_only: bool = False
+    # Its attention caps scores softly by `attn_logit_softcapping`, which other families have and ignore.
+    caps_scores: bool = False
     # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
     logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
 
 
+_CAPPED = LogitSetting("final_logit_softcapping", "softcap")
 _COMMAND_R = LogitSetting("logit_scale", "factor")
 _GRANITE = LogitSetting("logits_scaling", "divisor")
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -93,8 +96,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
     "gemma3": ModelFamily(vision="fixed"),
-    "gemma3_text": ModelFamily(sglang=SGLangFamily(splits_embedding=False)),
-    "nanochat": ModelFamily(logits=LogitSetting("final_logit_softcapping", "softcap")),
+    "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED),
+    "gemma3_text": ModelFamily(logits=_CAPPED, sglang=SGLangFamily(splits_embedding=False)),
+    "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED),
+    "nanochat": ModelFamily(logits=_CAPPED),
     "cohere": ModelFamily(logits=_COMMAND_R),
     "cohere2": ModelFamily(logits=_COMMAND_R),
     "granite": ModelFamily(logits=_GRANITE),

@@ -7,6 +7,7 @@ cache in the embedded engine), so no layer has to infer it from masks or positio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -70,7 +71,7 @@ def seeing_blocks(
         return _Together(views(window), device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-        assert layer.sinks is None, "no model that sees images has attention sinks"
+        assert layer.is_plain, "no model that sees images has attention sinks or caps scores"
         again = whole(layer.window, q.device)(q, k, v, layer)
         return causal(q, k, v, layer).index_copy(0, rows_on(q.device), again)
 
@@ -125,7 +126,7 @@ class _Together:
 IMPLEMENTATION = "spmdrl"
 
 # Arguments of transformers' attention functions that change the result in ways no kernel here implements.
-_UNSUPPORTED = ("softcap", "head_mask", "position_bias")
+_UNSUPPORTED = ("head_mask", "position_bias")
 
 
 def _attention_function(
@@ -140,6 +141,7 @@ def _attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     assert dropout == 0.0, "policies are trained without dropout"
@@ -151,7 +153,7 @@ def _attention_function(
             raise UserError(f"model.path: {type(module).__name__} uses attention with {name}, which is not supported")
     index: Any = module.layer_idx  # every attention module of transformers has one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = AttentionLayer(index=index, scale=scale, window=sliding_window, sinks=s_aux)
+    layer = AttentionLayer(index=index, scale=scale, window=sliding_window, sinks=s_aux, softcap=softcap)
     width = value.shape[-1]
     # Kernels and exchanges need heads of one size; DeepSeek's values are narrower than its keys.
     value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
@@ -213,16 +215,22 @@ def fastest_varlen(model: nn.Module) -> Kernel:
     """Choose the kernel of a CUDA device that has torch's: FlashAttention 3 on Hopper, where it can be imported.
 
     A model with attention sinks stays with torch's kernel, which returns what they need; so does one whose images are
-    seen whole.
+    seen whole. One that caps scores takes FlashAttention 2 on other devices, where it can be imported.
     """
     needs_torch = any(hasattr(module, "sinks") for module in model.modules())
     if isinstance(model, PreTrainedModel):
         family = vision_family(model.config)
         needs_torch |= family is not None and family.sees_whole_images
-    if needs_torch or torch.cuda.get_device_capability()[0] != 9:
-        return "varlen"
-    try:
-        load_varlen("flash_attn_3")
-    except UserError:
-        return "varlen"
-    return "flash_attn_3"
+    is_hopper, caps = torch.cuda.get_device_capability()[0] == 9, score_cap(model) is not None
+    faster: list[Kernel] = [*(["flash_attn_3"] if is_hopper else []), *(["flash_attn_2"] if caps else [])]
+    for kernel in [] if needs_torch else faster:
+        with contextlib.suppress(UserError):
+            load_varlen(kernel)
+            return kernel
+    return "varlen"
+
+
+def score_cap(model: nn.Module) -> float | None:
+    """Return the soft cap of a model's attention scores; None for one without."""
+    caps = (getattr(module, "attn_logit_softcapping", None) for module in model.modules())
+    return next((cap for cap in caps if cap is not None), None)

@@ -20,6 +20,12 @@ class AttentionLayer:
     scale: float  # multiplies each product of a query and a key
     window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all before it
     sinks: Tensor | None = None  # [H], one more logit in each softmax of a head, without a value; see below
+    softcap: float | None = None  # scores s become c tanh(s / c)
+
+    @property
+    def is_plain(self) -> bool:
+        """True where scores and softmax are those that every kernel knows."""
+        return self.sinks is None and self.softcap is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.dist.mesh import ModelMeshes
-from spmdrl.model.attention import Block, seeing_blocks
+from spmdrl.model.attention import Block, score_cap, seeing_blocks
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, refuse_sinks, window_size
 from spmdrl.types import UserError
@@ -45,9 +45,9 @@ def has_ring_attention() -> bool:
 
 
 def is_for_ring_attention(model: nn.Module, meshes: ModelMeshes) -> bool:
-    """Return True when ring_flash_attn can be used: cp_style = "all_gather", both packages, and no attention sinks."""
+    """Return True when ring_flash_attn can be used: cp_style = "all_gather", both packages, no sinks, no soft cap."""
     has_kernels = has_ring_attention() and importlib.util.find_spec("flash_attn") is not None
-    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules()) or score_cap(model) is not None
     return meshes.cp.size() > 1 and meshes.cp_style == "all_gather" and has_kernels and not has_sinks
 
 
@@ -148,8 +148,6 @@ def context_attention(
         return _UlyssesAttention(seeing_blocks(causal, seqlens, blocks, kernel) if blocks else causal, mesh)
     assert not blocks, "a chunk could divide a block: preflight refuses it"
     heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
-    if kernel == "flash_attn_2" and has_ring_attention():
-        return ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)
     num_tokens = sum(seqlens) // mesh.size()
 
     @functools.cache
@@ -163,7 +161,11 @@ def context_attention(
         attend = causal_attention(SequenceLayout(mine, offsets, earlier), kernel)
         return _ChunkView(attend, send=sent[rank], receive=[by_sender[rank] for by_sender in sent])
 
-    return _AllGatherAttention(chunk_view, heads_per_group, mesh)
+    gathered = _AllGatherAttention(chunk_view, heads_per_group, mesh)
+    if not (kernel == "flash_attn_2" and has_ring_attention()):
+        return gathered
+    ring = ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)  # which cannot cap scores
+    return lambda q, k, v, layer: (ring if layer.softcap is None else gathered)(q, k, v, layer)
 
 
 def gather_tokens(local: Tensor, mesh: DeviceMesh) -> Tensor:

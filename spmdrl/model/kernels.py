@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_with_sinks, prepend_sink
+from spmdrl.model.capped import capped_attention
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact.invariant import causal_in_tiles
 from spmdrl.model.exact.sglang_attention import causal_as_engine
@@ -52,7 +53,11 @@ def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
             layout.sampled,
             causal_attention(layout, "varlen"),
         )
-    return functools.partial(load_varlen(kernel), _offsets(layout))
+    whole = functools.partial(load_varlen(kernel), _offsets(layout))
+    if kernel != "varlen":
+        return whole
+    in_blocks = functools.partial(_sdpa_in_runs, layout)  # torch's kernel cannot cap scores
+    return lambda q, k, v, layer: (whole if layer.softcap is None else in_blocks)(q, k, v, layer)
 
 
 def refuse_sinks(kernel: Kernel, layer: AttentionLayer) -> None:
@@ -91,7 +96,7 @@ def _runs(layout: SequenceLayout) -> Iterator[tuple[slice, slice, int]]:
 def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
     """Call sdpa once for each run of sequences of equal length; the room for a CPU has more for short ones."""
     room = cpu_room() if q.device.type == "cpu" else None
-    if room is not None and q.dtype == torch.float32 and layer.sinks is None and not layout.earlier:
+    if room is not None and q.dtype == torch.float32 and layer.is_plain and not layout.earlier:
         return room.attend_packed(q, k, v, layout.seqlens, layer, _sdpa_run)
     outputs = [_sdpa_run(q[queries], k[keys], v[keys], count, layer) for queries, keys, count in _runs(layout)]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -106,6 +111,9 @@ def _sdpa_run(q: Tensor, k: Tensor, v: Tensor, count: int, layer: AttentionLayer
 
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
     """q [n, H, queries, D], k and v [n, K, keys, D]."""
+    if layer.softcap is not None:
+        assert layer.sinks is None, "no model that caps scores has attention sinks"
+        return capped_attention(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window)
     visible = _visible(q.shape[2], k.shape[2], layer.window, q.device)
     if layer.sinks is None:
         return _sdpa(q, k, v, visible, layer.scale)
@@ -184,6 +192,7 @@ def _flash_attn(
         softmax_scale=layer.scale,
         causal=True,
         window_size=window_size(layer),
+        **({} if layer.softcap is None else {"softcap": layer.softcap}),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out[0] if isinstance(out, tuple) else out  # FlashAttention 3 returned log-sums as well, up to mid-2025

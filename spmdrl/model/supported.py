@@ -7,12 +7,12 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spmdrl.families import LogitScale, vision_family
+from spmdrl.families import LogitScale, family_of, vision_family
 from spmdrl.model.layer_kinds import RECURRENT
 from spmdrl.model.recurrent import restartable_layers
 from spmdrl.model.trunk import Trunk
 
-# A setting of a model's config that changes attention scores in a way that no kernel here implements.
+# A setting by which families cap attention scores; others have it and never use it.
 _CAP = "attn_logit_softcapping"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
@@ -39,7 +39,7 @@ def refusal_of_config(config: Any) -> str | None:
             f"its weights are quantized ({method}), and quantized weights cannot be trained; "
             "save the model dequantized, as docs/models.md shows, and train that"
         )
-    if cap := getattr(text, _CAP, None):
+    if (cap := getattr(text, _CAP, None)) and not family_of(config).caps_scores:
         return f"{config.model_type} with {_CAP} = {cap} is not supported"
     try:
         LogitScale.of(config)

@@ -109,11 +109,20 @@ def flash_attn_varlen_func(
     softmax_scale: float,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float = 0.0,
     deterministic: bool,
 ) -> Tensor:
     """flash-attn's function, which takes grouped heads and says by itself whether it is causal."""
     assert causal and deterministic == torch.are_deterministic_algorithms_enabled()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if softcap:
+        outputs = []
+        for queries, keys in _sequences(cu_queries, cu_keys, max_queries, max_keys):
+            query, key, value = (x.transpose(0, 1) for x in (q[queries], k[keys], v[keys]))
+            scores = (query @ key.mT * softmax_scale / softcap).tanh() * softcap
+            weights = (scores + _bias(queries, keys, True, window_size[0], 0)).softmax(-1)
+            outputs.append((weights @ value).transpose(0, 1))
+        return torch.cat(outputs)
     return varlen_attn(
         q, k, v, cu_queries, cu_keys, max_queries, max_keys, scale=softmax_scale, window_size=(window_size[0], 0)
     )

@@ -156,6 +156,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
     "exaone4": SLIDING,
     "flex_olmo": EXPERTS,
+    # As released, but for its cap of scores, which small random weights would not reach.
+    "gemma2": SLIDING | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
     "glm4_moe": _FIRST_DENSE,
     "granite": _GRANITE,
     "granitemoe": _GRANITE | EXPERTS | {"num_local_experts": 5},
@@ -169,9 +171,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_other(model_type: str, path: Path, *, seed: int = 0) -> str:
+def save_other(model_type: str, path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random model of one of the `OTHERS`."""
-    return save_model(path, AutoConfig.for_model(model_type, **(SIZES | OTHERS[model_type])), seed=seed)
+    return save_model(path, AutoConfig.for_model(model_type, **(SIZES | OTHERS[model_type] | changes)), seed=seed)
 
 
 def save_qwen2(path: Path, *, seed: int = 0, **changes: Any) -> str:

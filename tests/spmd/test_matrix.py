@@ -25,6 +25,7 @@ from tests.helpers.models import (
     HAS_EXPERT_PLANS,
     longrope,
     needs_expert_plans,
+    save_other,
     save_qwen3,
     save_qwen3_5,
     save_qwen3_moe,
@@ -190,6 +191,23 @@ def test_every_layout_of_gated_delta_nets_gives_what_one_rank_gives(save: Callab
     path = save(tmp_path, vocab_size=VOCABULARY, num_key_value_heads=4, linear_num_key_heads=4, num_experts=8)
     has_experts = HAS_EXPERT_PLANS and save is save_qwen3_next
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1 or has_experts))
+
+
+# Other families, and the layouts that they have.
+LAYOUTS = {
+    "gemma2": ("cp 2", "cp 2 (ulysses)", "tp 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_another_family_gives_in_its_layouts_what_one_rank_gives(
+    tmp_path: Path, family: str, lora: LoraConfig | None
+) -> None:
+    path = save_other(family, tmp_path, vocab_size=VOCABULARY)
+    settings = dataclasses.replace(by_reward(path), lora=lora)
+    require_same(matrix(settings, lambda case: case.name in LAYOUTS[family]))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import Tensor
 from spmdrl.cpu import short_attention
 from spmdrl.cpu.short_attention import batches_of_similar_length
 from spmdrl.engine.torch.cache import attend_to_cache
+from spmdrl.model import capped
 from spmdrl.model.attention import choose_kernel, fastest_varlen, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer, SeenKeys
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
@@ -45,12 +46,20 @@ def inputs(earlier: int = 0) -> tuple[Tensor, ...]:
     return *(torch.randn(*shape, HEAD_DIM) for shape in shapes), torch.randn(HEADS)
 
 
-def layer(window: int | None = None, sinks: Tensor | None = None) -> AttentionLayer:
-    return AttentionLayer(index=0, scale=SCALE, window=window, sinks=sinks)
+def layer(window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None) -> AttentionLayer:
+    return AttentionLayer(index=0, scale=SCALE, window=window, sinks=sinks, softcap=softcap)
 
 
 def written_out(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, earlier: int, window: int | None, has_sinks: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    earlier: int,
+    window: int | None,
+    has_sinks: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """[T, H, D], each sequence by itself: scores, the sink as one more, softmax, and the sink dropped."""
     outputs, groups = [], HEADS // KV_HEADS
@@ -60,7 +69,9 @@ def written_out(
         token = torch.arange(k_rows.shape[1])
         distance = token[-q_rows.shape[1] :, None] - token
         hidden = (distance < 0) | (distance >= (window or len(token)))
-        scores = (q_rows @ k_rows.mT * SCALE).masked_fill(hidden, -torch.inf)
+        scores = q_rows @ k_rows.mT * SCALE
+        scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+        scores = scores.masked_fill(hidden, -torch.inf)
         column = sinks[:, None, None].expand(-1, q_rows.shape[1], int(has_sinks))
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., : len(token)]
         outputs.append((weights @ v_rows).transpose(0, 1))
@@ -94,6 +105,22 @@ def test_kernels_equal_the_written_out_softmax(
         return causal(q, k, v, layer(window, sinks if has_sinks else None))
 
     expected = functools.partial(written_out, earlier=earlier, window=window, has_sinks=has_sinks)
+    leaves = inputs(earlier)
+    assert_all_close(output_and_gradients(attend, leaves), output_and_gradients(expected, leaves))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 12])
+@pytest.mark.parametrize("earlier", [0, 5])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", *FLASH_ATTN])
+def test_scores_are_capped(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, earlier: int, window: int | None) -> None:
+    """Also where queries come in several blocks, of 3 or so."""
+    monkeypatch.setattr(capped, "_BLOCK_BYTES", 4 * HEADS * 20 * 3)
+    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, earlier), kernel)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return causal(q, k, v, layer(window, softcap=0.7))
+
+    expected = functools.partial(written_out, earlier=earlier, window=window, softcap=0.7)
     leaves = inputs(earlier)
     assert_all_close(output_and_gradients(attend, leaves), output_and_gradients(expected, leaves))
 
@@ -182,24 +209,27 @@ def test_older_flash_attn_3_returns_log_sums_as_well(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_sinks", "installed", "expected"),
+    ("capability", "has", "installed", "expected"),
     [
-        ((9, 0), False, True, "flash_attn_3"),
-        ((9, 0), False, False, "varlen"),
-        ((9, 0), True, True, "varlen"),
-        ((8, 0), False, True, "varlen"),
-        ((10, 0), False, True, "varlen"),
+        ((9, 0), None, True, "flash_attn_3"),
+        ((9, 0), None, False, "varlen"),
+        ((9, 0), "sinks", True, "varlen"),
+        ((8, 0), None, True, "varlen"),
+        ((10, 0), None, True, "varlen"),
+        ((9, 0), "attn_logit_softcapping", True, "flash_attn_3"),
+        ((9, 0), "attn_logit_softcapping", False, "flash_attn_2"),
+        ((8, 0), "attn_logit_softcapping", True, "flash_attn_2"),
     ],
 )
-def test_flash_attention_3_is_chosen_where_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_sinks: bool, installed: bool, expected: Kernel
+def test_flash_attention_is_chosen_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has: str | None, installed: bool, expected: Kernel
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if not installed:
         monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     module = torch.nn.Linear(1, 1)
-    if has_sinks:
-        module.sinks = torch.nn.Parameter(torch.zeros(2))
+    if has is not None:
+        setattr(module, has, torch.nn.Parameter(torch.zeros(2)))
     assert fastest_varlen(torch.nn.Sequential(module)) == expected
 
 
@@ -225,9 +255,9 @@ def test_decoding_in_bfloat16_counts_the_sinks() -> None:
     keys, values = (x[:20].transpose(0, 1).expand(rows, -1, -1, -1) for x in (k, v))
     seen = SeenKeys(lengths=torch.tensor(SEQLENS).clamp(max=20), shortest=min(SEQLENS), longest=20)
     arguments = (q[:rows].transpose(0, 1).unsqueeze(0), keys, values)
-    exact = attend_to_cache(*arguments, scale=SCALE, seen=seen, sinks=sinks)
+    exact = attend_to_cache(*arguments, seen=seen, layer=layer(sinks=sinks))
     halves = [x.bfloat16() for x in arguments]
-    rounded = attend_to_cache(*halves, scale=SCALE, seen=seen, sinks=sinks.bfloat16())
-    without = attend_to_cache(*halves, scale=SCALE, seen=seen, sinks=None)
+    rounded = attend_to_cache(*halves, seen=seen, layer=layer(sinks=sinks.bfloat16()))
+    without = attend_to_cache(*halves, seen=seen, layer=layer())
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.02)
     assert (without.float() - exact).abs().max() > 0.2

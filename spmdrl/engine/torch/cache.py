@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention, SeenKeys
+from spmdrl.model.capped import cap_scores
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import attending_layers
@@ -322,7 +323,7 @@ class PrefillExtend:
             of_layer[self.places] = new[0].transpose(0, 1)
         q = query[0].transpose(0, 1)
         room = cpu_room() if self.in_c and q.device.type == "cpu" else None
-        if room is not None and layer.window is None and layer.sinks is None and room.serves(q, keys, values):
+        if room is not None and layer.window is None and layer.is_plain and room.serves(q, keys, values):
             out = room.attend_to_rows(q, keys, values, self.first_row, self.seqlens, self.prefix_lens, layer.scale)
         else:
             out = torch.cat(list(self._by_row(q, keys, values, layer)))
@@ -351,9 +352,7 @@ class DecodeTokens:
         for of_layer, new in zip(whole, (key, value), strict=True):
             of_layer[self.places] = new[0].transpose(0, 1)
         keys, values = (of_layer[: query.shape[2], :, : self.seen.longest] for of_layer in whole)  # [n, K, L, D]
-        return self.attend_to_cache(
-            query, keys, values, scale=layer.scale, seen=self.seen.through(layer.window), sinks=layer.sinks
-        )
+        return self.attend_to_cache(query, keys, values, seen=self.seen.through(layer.window), layer=layer)
 
 
 def _size(heads: Tensor) -> tuple[int, int]:
@@ -361,33 +360,33 @@ def _size(heads: Tensor) -> tuple[int, int]:
     return heads.shape[1], heads.shape[3]
 
 
-def attend_to_cache(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: SeenKeys, sinks: Tensor | None
-) -> Tensor:
+def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, *, seen: SeenKeys, layer: AttentionLayer) -> Tensor:
     """query [1, H, n, D], one token for each row of keys and values [n, K, L, D], give [1, n, H, D].
 
     In float32 on a CPU by a function in C, or else as two plain products: for one query a row they were 1.4 to 2 times
     as fast as the fused kernel. Narrower types go to the fused kernel, which keeps scores in float32 without a copy of
-    the cache; but not with sinks [H], of which it knows nothing.
+    the cache; but not with sinks or a soft cap, of which it knows nothing.
     """
     num_rows, num_heads, num_groups = keys.shape[0], query.shape[1], query.shape[1] // keys.shape[1]
     q = query[0].transpose(0, 1)  # [n, H, D]
     room = cpu_room() if q.device.type == "cpu" else None
-    if room is not None and sinks is None and room.serves(q, keys, values):
-        return room.attend_to_cache(q, keys, values, seen, scale)[None]
+    if room is not None and layer.is_plain and room.serves(q, keys, values):
+        return room.attend_to_cache(q, keys, values, seen, layer.scale)[None]
     hidden = seen.hidden
-    if q.dtype != torch.float32 and sinks is None:
+    if q.dtype != torch.float32 and layer.is_plain:
         visible = None if hidden is None else ~hidden[:, None, None]
         out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys, values, attn_mask=visible, scale=scale, enable_gqa=num_groups > 1
+            q.unsqueeze(2), keys, values, attn_mask=visible, scale=layer.scale, enable_gqa=num_groups > 1
         )
         return out.squeeze(2).unsqueeze(0)
-    grouped = (q * scale).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
+    grouped = (q * layer.scale).unflatten(1, (keys.shape[1], num_groups))  # [n, K, H / K, D]
     scores = torch.matmul(grouped, keys.transpose(-1, -2)).float()
+    if layer.softcap is not None:
+        scores = cap_scores(scores, layer.softcap)
     if hidden is not None:
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
+    if layer.sinks is not None:
+        sink = layer.sinks.float().view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
     return torch.matmul(weights, values).reshape(1, num_rows, num_heads, -1)

@@ -66,13 +66,15 @@ def _tile_sums(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_cache_in_tiles(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, seen: SeenKeys, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, *, seen: SeenKeys, layer: AttentionLayer
 ) -> Tensor:
     """Attend with one new token per cache row: query [1, H, n, D] over keys and values [n, K, L, D]; [1, n, H, D]."""
-    assert sinks is None, "no model that true_on_policy = true accepts has attention sinks"
+    assert layer.is_plain, "no model that true_on_policy = true accepts has attention sinks or caps scores"
     num_rows, num_kv_heads, num_keys, _ = keys.shape
     num_groups = query.shape[1] // num_kv_heads
-    q = _pad_to_multiple((query[0].transpose(0, 1).float() * scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS)
+    q = _pad_to_multiple(
+        (query[0].transpose(0, 1).float() * layer.scale).unflatten(1, (num_kv_heads, num_groups)), _ROWS
+    )
     k, v = (_whole_tiles(x.flatten(0, 1)) for x in (keys, values))
     hidden = seen.hidden
     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=keys.device) if hidden is None else ~hidden
