@@ -222,11 +222,12 @@ def fastest_varlen(model: nn.Module) -> Kernel:
         family = vision_family(model.config)
         needs_torch |= family is not None and family.sees_whole_images
     is_hopper, caps = torch.cuda.get_device_capability()[0] == 9, score_cap(model) is not None
-    faster: list[Kernel] = [*(["flash_attn_3"] if is_hopper else []), *(["flash_attn_2"] if caps else [])]
-    for kernel in [] if needs_torch else faster:
+    faster: dict[Kernel, bool] = {"flash_attn_3": is_hopper, "flash_attn_2": caps}
+    for kernel, is_faster in faster.items():
         with contextlib.suppress(UserError):
-            load_varlen(kernel)
-            return kernel
+            if is_faster and not needs_torch:
+                load_varlen(kernel)
+                return kernel
     return "varlen"
 
 
