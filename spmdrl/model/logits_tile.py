@@ -77,7 +77,7 @@ def summary(
 
     targets [N] are entries of the vocabulary, and may lie outside of the tile, whose first column is entry `start`.
     """
-    z = _scaled(logits, temperature, softcap)
+    z = scaled(logits, temperature, softcap)
     is_inside, columns = _inside(targets - start, z.shape[1])
     target = z.gather(-1, columns)[:, 0].where(is_inside, 0.0)
     largest = z.clamp_min_(FORBIDDEN).amax(-1)
@@ -107,7 +107,7 @@ def gradient(
     are [N] float32. d logp_target / dz = onehot - p, and dH / dz = -p (log p + H); the slope of a soft cap is
     1 - tanh(x / c)^2.
     """
-    z = _scaled(logits, temperature, softcap)
+    z = scaled(logits, temperature, softcap)
     slope = None if softcap is None else z.mul(temperature / softcap).square_().neg_().add_(1.0)
     log_p = z.sub_(log_normalizer[:, None])
     if by_entropy is None:
@@ -121,7 +121,7 @@ def gradient(
     return (grad if slope is None else grad.mul_(slope)).to(logits.dtype)
 
 
-def _scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
+def scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
     """Return z in float32; overwrites float32 logits."""
     wide = logits.float()
     if softcap is not None:

@@ -6,7 +6,7 @@ The shift by one between hidden states and the tokens they predict happens here 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Head:
         """Split the vocabulary into the parts that are computed one after the other, for tiles of `chunk` tokens."""
         multiple = COLUMNS_MULTIPLE[device_type]
         fitting = max(1, TILE_ELEMENTS[device_type] // chunk // multiple) * multiple
-        return _slices(vocabulary, self.columns or min(fitting, TILE_COLUMNS[device_type]))
+        return slices_of(vocabulary, self.columns or min(fitting, TILE_COLUMNS[device_type]))
 
     def tile_on(self, device_type: str) -> Tile:
         """Return what reduces tiles and computes their gradients on this kind of device."""
@@ -87,7 +87,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
         part = logits[:, slab].clone(memory_format=torch.contiguous_format)
         return tile.summary(part, targets, slab.start, temperature=1.0, before=before)
 
-    return _from_summary(_over(slabs, extended))[0]
+    return scores_of(over_slabs(slabs, extended))[0]
 
 
 def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:
@@ -140,21 +140,20 @@ class _TiledHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, min(chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
-        chunks = _slices(len(hidden), chunk)
+        chunks = slices_of(len(hidden), chunk)
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
-            logits = head.linear(hidden[rows], weight[slab], _part(bias, slab))
+            logits = head.linear(hidden[rows], weight[slab], part_of(bias, slab))
             return tile.summary(
                 logits, targets[rows], slab.start, temperature=temperature, softcap=softcap, before=before
             )
 
         summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
-            summary[:, rows] = _over(slabs, functools.partial(extended, rows))
+            summary[:, rows] = over_slabs(slabs, functools.partial(extended, rows))
         if vocabulary is not None:
-            # In pairs, from left to right: torch's sum over many parts adds them in an order that depends on N.
-            summary = functools.reduce(logits_tile.merged, _gathered(vocabulary, summary).unbind())
-        logprobs, entropy, log_normalizer = _from_summary(summary)
+            summary = merged_over(vocabulary, logits_tile.merged, summary)
+        logprobs, entropy, log_normalizer = scores_of(summary)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
         ctx.temperature, ctx.softcap, ctx.vocabulary = temperature, softcap, vocabulary
@@ -165,85 +164,122 @@ class _TiledHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # Gradients are summed over tiles in float32; for the head, only those of one slab exist at a time.
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        grad_bias = torch.empty_like(bias) if needs_bias else None
 
-        in_products = adds_products(hidden.device.type, hidden.dtype)
+        def of_tile(rows: slice, slab: slice) -> Tensor:
+            gradient: Tensor = ctx.tile.gradient(
+                ctx.head.linear(hidden[rows], weight[slab], part_of(bias, slab)),
+                targets[rows],
+                slab.start,
+                temperature=ctx.temperature,
+                softcap=ctx.softcap,
+                log_normalizer=log_normalizer[rows],
+                entropy=entropy[rows],
+                by_logprob=by_logprob[rows],
+                by_entropy=part_of(by_entropy, rows),
+            )
+            return gradient
 
-        # A function, so that what one slab needs is free before the next begins.
-        def add_slab(slab: slice) -> None:
-            slab_weight, slab_bias = weight[slab], _part(bias, slab)
-            transposed = None if in_products else slab_weight.T.contiguous()
-            new = torch.empty if ctx.chunks else torch.zeros  # the first chunk overwrites what is there
-            slab_grad_weight = new(slab_weight.shape if needs_weight else 0, dtype=torch.float32, device=weight.device)
-            slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight) if needs_bias else 0)
-            for rows in ctx.chunks:
-                grad = ctx.tile.gradient(
-                    ctx.head.linear(hidden[rows], slab_weight, slab_bias),
-                    targets[rows],
-                    slab.start,
-                    temperature=ctx.temperature,
-                    softcap=ctx.softcap,
-                    log_normalizer=log_normalizer[rows],
-                    entropy=entropy[rows],
-                    by_logprob=by_logprob[rows],
-                    by_entropy=_part(by_entropy, rows),
-                )
-                if grad_hidden is not None:
-                    if transposed is None:
-                        add_product(grad_hidden[rows], grad, slab_weight)
-                    else:
-                        grad_hidden[rows].add_(linear(grad, transposed))
-                if grad_weight is not None:
-                    is_first = rows.start == 0
-                    if in_products:
-                        add_product(slab_grad_weight, grad.t(), hidden[rows], is_first=is_first)
-                    else:
-                        put = slab_grad_weight.copy_ if is_first else slab_grad_weight.add_
-                        put(outer(grad, hidden[rows]))
-                if grad_bias is not None:
-                    slab_grad_bias += grad.sum(0, dtype=torch.float32)
+        gradients = summed_gradients(
+            hidden,
+            weight,
+            bias,
+            of_tile,
+            needed=ctx.needs_input_grad[:3],
+            chunks=ctx.chunks,
+            slabs=ctx.slabs,
+            vocabulary=ctx.vocabulary,
+        )
+        return *gradients, *(None,) * 6
+
+
+def summed_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    of_tile: Callable[[slice, slice], Tensor],
+    *,
+    needed: Sequence[bool],
+    chunks: list[slice],
+    slabs: list[slice],
+    vocabulary: DeviceMesh | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden [N, D], weight [V, D] and bias [V], None where they are not needed.
+
+    of_tile(rows, slab) is the gradient by a tile of logits, in the dtype of hidden. Tiles are summed in float32; for
+    the head, only the gradients of one slab exist at a time.
+    """
+    needs_hidden, needs_weight, needs_bias = needed
+    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_bias = torch.empty_like(bias) if bias is not None and needs_bias else None
+    in_products = adds_products(hidden.device.type, hidden.dtype)
+
+    # A function, so that what one slab needs is free before the next begins.
+    def add_slab(slab: slice) -> None:
+        slab_weight = weight[slab]
+        transposed = None if in_products else slab_weight.T.contiguous()
+        new = torch.empty if chunks else torch.zeros  # the first chunk overwrites what is there
+        slab_grad_weight = new(slab_weight.shape if needs_weight else 0, dtype=torch.float32, device=weight.device)
+        slab_grad_bias = slab_grad_weight.new_zeros(len(slab_weight) if needs_bias else 0)
+        for rows in chunks:
+            grad = of_tile(rows, slab)
+            if grad_hidden is not None:
+                if transposed is None:
+                    add_product(grad_hidden[rows], grad, slab_weight)
+                else:
+                    grad_hidden[rows].add_(linear(grad, transposed))
             if grad_weight is not None:
-                grad_weight[slab] = slab_grad_weight
+                is_first = rows.start == 0
+                if in_products:
+                    add_product(slab_grad_weight, grad.t(), hidden[rows], is_first=is_first)
+                else:
+                    put = slab_grad_weight.copy_ if is_first else slab_grad_weight.add_
+                    put(outer(grad, hidden[rows]))
             if grad_bias is not None:
-                grad_bias[slab] = slab_grad_bias
+                slab_grad_bias += grad.sum(0, dtype=torch.float32)
+        if grad_weight is not None:
+            grad_weight[slab] = slab_grad_weight
+        if grad_bias is not None:
+            grad_bias[slab] = slab_grad_bias
 
-        for slab in ctx.slabs:
-            add_slab(slab)
-        if grad_hidden is not None:
-            whole = grad_hidden if ctx.vocabulary is None else sum_over(ctx.vocabulary, grad_hidden)
-            grad_hidden = whole.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+    for slab in slabs:
+        add_slab(slab)
+    if grad_hidden is not None:
+        whole = grad_hidden if vocabulary is None else sum_over(vocabulary, grad_hidden)
+        grad_hidden = whole.to(hidden.dtype)
+    return grad_hidden, grad_weight, grad_bias
 
 
-def _slices(length: int, size: int) -> list[slice]:
+def slices_of(length: int, size: int) -> list[slice]:
+    """Split a length into slices of a size; the last may be shorter."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _over(slabs: list[slice], extended: Callable[[Tensor | None, slice], Tensor]) -> Tensor:
+def over_slabs(slabs: list[slice], extended: Callable[[Tensor | None, slice], Tensor]) -> Tensor:
     """Summarise the whole vocabulary: `extended` adds a slab to the summary of those before it."""
     first, *others = slabs
     return functools.reduce(extended, others, extended(None, first))
 
 
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
+def part_of(values: Tensor | None, part: slice) -> Tensor | None:
+    """Return a part of what may be absent."""
     return None if values is None else values[part]
 
 
-def _from_summary(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scores_of(summary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Turn a summary [4, N] into (logprobs of the targets, entropy, log of the normalizer), each [N]."""
     largest, total, weighted, target = summary
     log_total = total.log()
     return (target - largest) - log_total, log_total - weighted / total, largest + log_total
 
 
-def _gathered(mesh: DeviceMesh, summary: Tensor) -> Tensor:
-    """Gather the summaries [4, N] of all R ranks into [R, 4, N]; every rank then merges them in the same order."""
-    by_rank = summary.new_empty(mesh.size(), *summary.shape)
-    gather_flat(mesh, by_rank.view(-1), summary.view(-1))
-    return by_rank
+def merged_over(mesh: DeviceMesh, merge: Callable[[Tensor, Tensor], Tensor], mine: Tensor) -> Tensor:
+    """Merge what the ranks have of their parts of the vocabulary; every rank does so in the same order.
+
+    Merges pairs from left to right: torch's sum over many parts adds them in an order that depends on N.
+    """
+    by_rank = mine.new_empty(mesh.size(), *mine.shape)
+    gather_flat(mesh, by_rank.view(-1), mine.view(-1))
+    return functools.reduce(merge, by_rank.unbind())

@@ -1,5 +1,5 @@
-"""The layers and the log-probability function (`next_token_logprobs`) that go with an attention kernel: fast, fused or
-exact."""
+"""The layers and the head's functions (`next_token_logprobs` and the like) that go with an attention kernel: fast,
+fused or exact."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from spmdrl.model import logprobs
+from spmdrl.model import divergence, logprobs
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact import invariant, sglang_operators
 from spmdrl.model.fused import fused_layers
@@ -27,6 +27,8 @@ class Operators:
 
     layers: Layers
     next_token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
+    # As `divergence.next_token_divergence`, without its `head`.
+    next_token_divergence: Callable[..., tuple[Tensor, Tensor, Tensor]] = divergence.next_token_divergence
     linear: Callable[..., Tensor] = linear  # x [..., D], a weight [V, D], maybe a bias [V] give [..., V]
     casts_inputs: bool = True  # whether FSDP casts a decoder layer's inputs to the dtype of its weights
     switches: tuple[str, ...] = ()  # lines for the user: how they differ from the fast operators
@@ -43,6 +45,7 @@ _FUSED = Operators(lambda model, _: fused_layers(model), logprobs.next_token_log
 _INVARIANT = Operators(
     lambda model, _: invariant.invariant_layers(model),
     functools.partial(logprobs.next_token_logprobs, head=invariant.HEAD),
+    functools.partial(divergence.next_token_divergence, head=invariant.HEAD),
     linear=invariant.linear,
     switches=invariant.SWITCHES,
 )
@@ -56,6 +59,7 @@ def operators_of(kernel: Kernel) -> Operators:
         return Operators(
             lambda model, _: sglang_operators.engine_layers(model),
             sglang_operators.next_token_logprobs,
+            sglang_operators.next_token_divergence,
             casts_inputs=False,
             switches=sglang_operators.switches("fa3" if kernel == "sglang_fa3" else "triton"),
         )

@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import spmdrl.model.logprobs
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
 from spmdrl.model.logprobs import next_token_logprobs
 from tests.helpers.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 70, 16, 24
 KINDS = ("no bias", "bias", "forbidden tokens")
+DIVERGENCES: tuple[Divergence, ...] = ("reverse", "forward", "jsd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,32 @@ def _scores_and_gradients(
     return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+def _divergences(
+    kind: str, num_ranks: int, rank: int, of: Divergence, *, chunk: int, mesh: DeviceMesh | None = None
+) -> list[Tensor]:
+    """The same of a divergence from a teacher with hidden states of another size, which comes third."""
+    whole, draw = _inputs(kind), torch.Generator().manual_seed(1)
+    mine = slice(rank * VOCABULARY // num_ranks, (rank + 1) * VOCABULARY // num_ranks)
+    leaves = [whole.hidden, whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    hidden, weight, bias = (*leaves, None)[:3]
+    teacher_hidden, teacher_weight = (torch.randn(rows, 2 * HIDDEN, generator=draw) for rows in (TOKENS, VOCABULARY))
+    own_bias = None if whole.bias is None else whole.bias[mine]
+    outputs = next_token_divergence(
+        *(hidden, weight, bias, whole.targets),
+        teacher_hidden=teacher_hidden,
+        teacher=TeacherHead(weight=teacher_weight[mine], bias=own_bias, temperature=1.3),
+        kind=of,
+        beta=0.3,
+        temperature=0.7,
+        chunk=chunk,
+        vocabulary=mesh,
+    )
+    slope = torch.linspace(-1, 1, TOKENS)
+    loss = sum(factor * (slope * output).sum() for factor, output in zip((0.5, 0.3, 1.0), outputs, strict=True))
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(loss, leaves)]
+
+
 def _split(num_ranks: int) -> list[list[Tensor]]:
     """Every kind on this rank, in tiles smaller than its part."""
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
@@ -69,7 +97,7 @@ def _split(num_ranks: int) -> list[list[Tensor]]:
             _scores_and_gradients(kind, num_ranks, world.rank, used, chunk=32, mesh=mesh)
             for kind in KINDS
             for used in ("logprobs", "both")
-        ]
+        ] + [_divergences(kind, num_ranks, world.rank, of, chunk=32, mesh=mesh) for kind in KINDS for of in DIVERGENCES]
 
 
 def _split_without_rows() -> list[Tensor]:
@@ -90,13 +118,16 @@ def test_without_a_row_every_rank_has_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_with_a_part_each_equal_one_with_all(num_ranks: int) -> None:
-    cases = [(kind, used) for kind in KINDS for used in ("logprobs", "both")]
+    wholes = {
+        (kind, used): (_scores_and_gradients(kind, 1, 0, used, chunk=TOKENS), 3)
+        for kind in KINDS
+        for used in ("logprobs", "both")
+    } | {(kind, of): (_divergences(kind, 1, 0, of, chunk=TOKENS), 4) for kind in KINDS for of in DIVERGENCES}
     everyones = run_ranks(num_ranks, _split, num_ranks)
-    for case, *parts in zip(cases, *everyones, strict=True):
-        whole = _scores_and_gradients(case[0], 1, 0, case[1], chunk=TOKENS)
+    for (case, (whole, num_same)), *parts in zip(wholes.items(), *everyones, strict=True):
         for i, expected in enumerate(whole):
             found = [part[i] for part in parts]
-            if i < 3:  # scores and the gradient of hidden: whole on every rank, and the same to the bit
+            if i < num_same:  # scores and the gradient of hidden: whole on every rank, and the same to the bit
                 assert all(torch.equal(found[0], other) for other in found), case
                 found = found[:1]
             torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)

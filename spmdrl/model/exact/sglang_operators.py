@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.families import FAMILIES
-from spmdrl.model import logprobs
+from spmdrl.model import divergence, logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
+from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.exact import sglang_kernels as kernels
 from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
 
@@ -92,6 +93,34 @@ def next_token_logprobs(
 
     outputs: tuple[Tensor, Tensor] = with_backward_of(differentiable, exact, hidden.to(weight.dtype), weight)
     return outputs
+
+
+def next_token_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    teacher_hidden: Tensor,
+    teacher: TeacherHead,
+    kind: Divergence,
+    beta: float = 0.5,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`divergence.next_token_divergence` whose log-probabilities and entropy are those of `next_token_logprobs`.
+
+    The divergence is that of ordinary kernels: an engine has none whose bits it could have.
+    """
+    scores = next_token_logprobs(hidden, weight, bias, targets, **options)
+    _, _, of_both = divergence.next_token_divergence(
+        *(hidden.to(weight.dtype), weight, bias, targets),
+        teacher_hidden=teacher_hidden.to(teacher.weight.dtype),
+        teacher=teacher,
+        kind=kind,
+        beta=beta,
+        **options,
+    )
+    return *scores, of_both
 
 
 def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

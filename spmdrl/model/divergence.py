@@ -1,0 +1,341 @@
+"""Divergences of a student from a teacher over the whole vocabulary, by tiles of both models' logits, never [T, V].
+
+z are a model's logits over its temperature, p its softmax, and Z the sum of exp(z); s is the student, t the teacher.
+The Kullback-Leibler divergences need one pass over the tiles, as all that they have of both models are differences of
+z under one model's p and the two log Z. The Jensen-Shannon divergence needs a second one: the mixture of both models
+is known only with their normalizers. Every term is a function of z_s - z_t, so that equal models are exactly 0 apart,
+and exactly 0 is their gradient.
+
+The arithmetic here is torch's on every device; what a tile says of the student alone, log-probabilities and entropy, is
+computed as in `next_token_logprobs`, on CUDA by Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.model import logits_tile
+from spmdrl.model.logits_tile import Tile
+from spmdrl.model.logprobs import (
+    FAST_HEAD,
+    Head,
+    Linear,
+    merged_over,
+    over_slabs,
+    part_of,
+    scores_of,
+    slices_of,
+    summed_gradients,
+)
+
+Divergence = Literal["reverse", "forward", "jsd"]
+
+# Beyond it, the smaller of two probabilities is below float32's precision beside the larger, and exp does not overflow.
+_MAX_LOG_RATIO = 80.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherHead:
+    """The linear layer that turns a teacher's hidden states into logits; nothing here has a gradient."""
+
+    weight: Tensor  # [V, Dt], or this rank's rows [V/R, Dt] with a vocabulary mesh
+    bias: Tensor | None  # [V] or [V/R]
+    temperature: float  # logits are divided by it; with the model's own factor in it, as in `Policy`
+    softcap: float | None = None
+
+
+def next_token_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    teacher_hidden: Tensor,
+    teacher: TeacherHead,
+    kind: Divergence,
+    beta: float = 0.5,
+    temperature: float,
+    chunk: int,
+    softcap: float | None = None,
+    vocabulary: DeviceMesh | None = None,
+    head: Head = FAST_HEAD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (logprobs [N], entropy [N], divergence [N]), float32 nats.
+
+    The first two are those of `next_token_logprobs`, whose arguments these are, to the bit. The third is of the
+    distributions that the student's hidden [N, D] and the teacher's teacher_hidden [N, Dt] predict over the same
+    vocabulary:
+
+        reverse    KL(student || teacher)
+        forward    KL(teacher || student)
+        jsd        beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student
+
+    The last is the generalized Jensen-Shannon divergence of arXiv 2306.13649; over beta it tends to the forward one as
+    beta goes to 0, and over 1 - beta to the reverse one as beta goes to 1. Gradients reach hidden, weight and bias
+    through each of the three results, and never the teacher. Where only one model allows a token (the other has a logit
+    of -inf), the Kullback-Leibler divergence from it is inf.
+
+    Raises ValueError when the vocabularies differ in size, the hidden states in number, or beta is not between 0 and 1.
+    """
+    if len(weight) != len(teacher.weight):
+        raise ValueError(
+            f"the student's head has {len(weight)} rows and the teacher's {len(teacher.weight)}; "
+            "a divergence over the whole vocabulary needs the same vocabulary"
+        )
+    if len(hidden) != len(teacher_hidden):
+        raise ValueError(f"{len(hidden)} hidden states of the student and {len(teacher_hidden)} of the teacher")
+    if not 0.0 < beta < 1.0:
+        raise ValueError(f"beta = {beta} is not between 0 and 1; at the ends, kind is forward or reverse")
+    own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
+    return _TiledDivergence.apply(
+        *(hidden, weight, bias, own, teacher_hidden, teacher.weight, teacher.bias),
+        *((temperature, softcap), (teacher.temperature, teacher.softcap), kind, beta, chunk, vocabulary, head),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One of both models: its head, at its hidden states."""
+
+    linear: Linear
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    temperature: float
+    softcap: float | None
+
+    def logits(self, rows: slice, slab: slice) -> Tensor:
+        """Compute a tile of logits."""
+        return self.linear(self.hidden[rows], self.weight[slab], part_of(self.bias, slab))
+
+    def z(self, logits: Tensor) -> Tensor:
+        """Compute z in float32, and leave the logits as they are."""
+        return logits_tile.scaled(logits.to(torch.float32, copy=True), self.temperature, self.softcap)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """Compute the soft cap's slope; None without one."""
+        if self.softcap is None:
+            return None
+        return z.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Normalizers:
+    """What is known of whole distributions, [N] each, when the sums over both models' tiles are complete."""
+
+    student: Tensor  # log Z_s
+    teacher: Tensor  # log Z_t
+    log_ratio: Tensor  # log Z_s - log Z_t, without the cancellation of two large numbers
+
+    @classmethod
+    def of(cls, sums: Tensor) -> _Normalizers:
+        """Take them from sums as `_extended` makes them."""
+        largest, total, _, _, teacher_largest, teacher_total = sums[:6]
+        log_ratio = (largest - teacher_largest) + (total / teacher_total).log()
+        return cls(largest + total.log(), teacher_largest + teacher_total.log(), log_ratio)
+
+    def part(self, rows: slice) -> _Normalizers:
+        """Return those of some tokens, [n, 1] each, to be used with tiles."""
+        return _Normalizers(self.student[rows, None], self.teacher[rows, None], self.log_ratio[rows, None])
+
+
+class _TiledDivergence(torch.autograd.Function):
+    """`next_token_divergence`, with targets counted from the first row of `weight`; they may lie outside of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        scale: tuple[float, float | None],
+        teacher_scale: tuple[float, float | None],
+        kind: Divergence,
+        beta: float,
+        chunk: int,
+        vocabulary: DeviceMesh | None,
+        head: Head,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        student = _Model(head.linear, hidden, weight, bias, *scale)
+        teacher = _Model(head.linear, teacher_hidden, teacher_weight, teacher_bias, *teacher_scale)
+        chunk = max(1, min(chunk, len(hidden)))
+        slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
+        chunks = slices_of(len(hidden), chunk)
+        sums = torch.empty(8 if kind == "jsd" else 9, len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in chunks:
+            sums[:, rows] = over_slabs(slabs, partial(_extended, kind, tile, student, teacher, targets[rows], rows))
+        if vocabulary is not None:
+            sums = merged_over(vocabulary, partial(_merged, kind), sums)
+        logprobs, entropy, _ = scores_of(sums[:4])
+        normalizers = _Normalizers.of(sums)
+        if kind == "jsd":
+            of_mixture = sums.new_zeros(2, len(hidden))
+            for rows in chunks:
+                for slab in slabs:
+                    of_mixture[:, rows] += _mixture_sums(student, teacher, rows, slab, normalizers.part(rows), beta)
+            if vocabulary is not None:
+                of_mixture = merged_over(vocabulary, torch.add, of_mixture)
+            mean, divergence = of_mixture
+        else:
+            mean = sums[8] / sums[_WEIGHTS_OF[kind] + 1]
+            divergence = mean - normalizers.log_ratio if kind == "reverse" else normalizers.log_ratio - mean
+        ctx.save_for_backward(
+            *(hidden, weight, bias, targets, teacher_hidden, teacher_weight, teacher_bias),
+            *(normalizers.student, normalizers.teacher, normalizers.log_ratio, entropy, mean),
+        )
+        ctx.set_materialize_grads(False)  # what is unused costs nothing in backward
+        ctx.scale, ctx.teacher_scale, ctx.kind, ctx.beta = scale, teacher_scale, kind, beta
+        ctx.chunks, ctx.slabs, ctx.vocabulary, ctx.head, ctx.tile = chunks, slabs, vocabulary, head, tile
+        return logprobs, entropy, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_divergence: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, *of_teacher = ctx.saved_tensors[:7]
+        *normalizers, entropy, mean = ctx.saved_tensors[7:]
+        both = _Normalizers(*normalizers)
+        student = _Model(ctx.head.linear, hidden, weight, bias, *ctx.scale)
+        teacher = _Model(ctx.head.linear, *of_teacher, *ctx.teacher_scale)
+        has_scores = grad_logprobs is not None or grad_entropy is not None
+        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / student.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / student.temperature
+        by_divergence = None if grad_divergence is None else grad_divergence / student.temperature
+
+        def of_tile(rows: slice, slab: slice) -> Tensor:
+            logits, total = student.logits(rows, slab), None
+            if by_divergence is not None:
+                z, teacher_z = student.z(logits), teacher.z(teacher.logits(rows, slab))
+                slope = student.slope(z)
+                total = _gradient(ctx.kind, ctx.beta, z, teacher_z, both.part(rows), mean[rows, None])
+                total = total.mul_(by_divergence[rows, None])
+                total = total if slope is None else total.mul_(slope)
+            if not has_scores and total is not None:
+                return total.to(logits.dtype)
+            of_scores: Tensor = ctx.tile.gradient(
+                logits,
+                targets[rows],
+                slab.start,
+                temperature=student.temperature,
+                softcap=student.softcap,
+                log_normalizer=both.student[rows],
+                entropy=entropy[rows],
+                by_logprob=by_logprob[rows],
+                by_entropy=part_of(by_entropy, rows),
+            )
+            return of_scores if total is None else of_scores.add_(total)
+
+        gradients = summed_gradients(
+            hidden,
+            weight,
+            bias,
+            of_tile,
+            needed=ctx.needs_input_grad[:3],
+            chunks=ctx.chunks,
+            slabs=ctx.slabs,
+            vocabulary=ctx.vocabulary,
+        )
+        return *gradients, *(None,) * 11
+
+
+# Sums over a part of the vocabulary are [9, N] float32: the student's and the teacher's summary (`logits_tile`), and
+# the sum of exp(z - largest) (z_s - z_t) with z and largest of the model that a Kullback-Leibler divergence weights by.
+_WEIGHTS_OF = {"reverse": 0, "forward": 4}  # where that model's summary begins; of jsd there are only the summaries
+
+
+def _extended(
+    kind: Divergence,
+    tile: Tile,
+    student: _Model,
+    teacher: _Model,
+    targets: Tensor,
+    rows: slice,
+    before: Tensor | None,
+    slab: slice,
+) -> Tensor:
+    """Add a tile to the sums over the parts of the vocabulary before it; overwrites these."""
+    parts, z = [], []
+    for i, model in enumerate((student, teacher)):
+        logits = model.logits(rows, slab)
+        if kind != "jsd":
+            z.append(model.z(logits))
+        parts.append(
+            tile.summary(
+                logits,
+                targets,
+                slab.start,
+                temperature=model.temperature,
+                softcap=model.softcap,
+                before=None if before is None else before[4 * i : 4 * i + 4],
+            )
+        )
+    summaries = torch.cat(parts)
+    if kind == "jsd":
+        return summaries
+    first = _WEIGHTS_OF[kind]
+    gap, largest = z[0] - z[1], summaries[first]
+    exp = z[first // 4].sub_(largest[:, None]).exp_()
+    total = _weighted(exp, gap).sum(-1)
+    if before is not None:
+        total += _weighted((before[first] - largest).exp(), before[8])
+    return torch.cat([summaries, total[None]])
+
+
+def _merged(kind: Divergence, one: Tensor, other: Tensor) -> Tensor:
+    """Merge the sums over two parts of the vocabulary; overwrites them."""
+    summaries = torch.cat([logits_tile.merged(one[i : i + 4], other[i : i + 4]) for i in (0, 4)])
+    if kind == "jsd":
+        return summaries
+    first = _WEIGHTS_OF[kind]
+    totals = [_weighted((part[first] - summaries[first]).exp(), part[8]) for part in (one, other)]
+    return torch.cat([summaries, torch.add(*totals)[None]])
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Overwrite values by weights times values: 0 where the weight is 0, even of inf."""
+    return values.mul_(weights).masked_fill_(weights == 0.0, 0.0)
+
+
+def _log_mixture(z: Tensor, teacher_z: Tensor, both: _Normalizers, beta: float) -> tuple[Tensor, Tensor]:
+    """Return (log m - log p_s, log p_t - log p_s) of a tile; exactly 0 where the models are equal."""
+    ratio = (teacher_z - z).add_(both.log_ratio).clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return ratio.expm1().mul_(beta).log1p_(), ratio
+
+
+def _mixture_sums(
+    student: _Model, teacher: _Model, rows: slice, slab: slice, both: _Normalizers, beta: float
+) -> Tensor:
+    """Return a tile's part of the mean of log m - log p_s under the student, and of the divergence: [2, n]."""
+    z, teacher_z = student.z(student.logits(rows, slab)), teacher.z(teacher.logits(rows, slab))
+    over_student, ratio = _log_mixture(z, teacher_z, both, beta)
+    over_teacher = ratio.neg_().expm1_().mul_(1.0 - beta).log1p_()
+    mean = _weighted(z.sub_(both.student).exp_(), over_student).sum(-1)
+    of_teacher = _weighted(teacher_z.sub_(both.teacher).exp_(), over_teacher)
+    divergence = over_student.mul_(beta - 1.0).sub_(of_teacher, alpha=beta).sum(-1)
+    return torch.stack([mean, divergence])
+
+
+def _gradient(kind: Divergence, beta: float, z: Tensor, teacher_z: Tensor, both: _Normalizers, mean: Tensor) -> Tensor:
+    """Compute the gradient of a divergence by a tile of the student's z; overwrites z and teacher_z.
+
+    With u = log(p_s / p_t), or (1 - beta) log(p_s / m), it is p_s (u - E_s[u]); for the forward one, p_s - p_t.
+    """
+    if kind == "forward":
+        return z.sub_(both.student).exp_().sub_(teacher_z.sub_(both.teacher).exp_())
+    if kind == "reverse":
+        difference = torch.sub(z, teacher_z, out=teacher_z).sub_(mean)
+    else:
+        difference = _log_mixture(z, teacher_z, both, beta)[0].sub_(mean).mul_(beta - 1.0)
+    return _weighted(z.sub_(both.student).exp_(), difference)

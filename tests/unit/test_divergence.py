@@ -1,0 +1,358 @@
+"""Divergences by tiles equal those of whole distributions in float64, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spmdrl.model import logits_tile
+from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
+from spmdrl.model.linear import linear
+from spmdrl.model.logprobs import Head, next_token_logprobs
+from spmdrl.model.operators import operators_of
+from tests.helpers import kernels_on_cpu
+
+TOKENS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 37, 16, 24, 101
+EXACT = 1e-6  # of a norm, in float32
+SMALL_TILES = Head(linear, columns=30)
+# Each with its beta.
+KINDS: list[tuple[Divergence, float]] = [("reverse", 0.5), ("forward", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)]
+SCALES: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0, "softcap": None, "teacher_temperature": 1.0, "teacher_softcap": None},
+    "temperatures": {"temperature": 0.7, "softcap": None, "teacher_temperature": 1.3, "teacher_softcap": None},
+    "caps": {"temperature": 0.7, "softcap": 2.5, "teacher_temperature": 1.0, "teacher_softcap": 3.0},
+}
+
+each_kind = pytest.mark.parametrize(("kind", "beta"), KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Both models' heads and hidden states."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    teacher_hidden: Tensor
+    teacher: TeacherHead
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
+
+    def with_leaves(self, leaves: list[Tensor]) -> Case:
+        hidden, weight, bias = (*leaves, None)[:3]
+        return replace(self, hidden=hidden, weight=weight, bias=bias)
+
+
+def case(
+    scale: str = "plain",
+    *,
+    with_bias: bool = True,
+    tokens: int = TOKENS,
+    vocabulary: int = VOCABULARY,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Logits with a deviation of about 1 on both sides."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    of = SCALES[scale]
+    return Case(
+        random(tokens, HIDDEN),
+        random(vocabulary, HIDDEN) / HIDDEN**0.5,
+        random(vocabulary) if with_bias else None,
+        torch.randint(0, vocabulary, (tokens,), generator=draw),
+        random(tokens, TEACHER_HIDDEN),
+        TeacherHead(
+            weight=random(vocabulary, TEACHER_HIDDEN) / TEACHER_HIDDEN**0.5,
+            bias=random(vocabulary) if with_bias else None,
+            temperature=of["teacher_temperature"],
+            softcap=of["teacher_softcap"],
+        ),
+        of["temperature"],
+        of["softcap"],
+    )
+
+
+def tiled(of: Case, kind: Divergence, beta: float, chunk: int = 16, head: Head = SMALL_TILES) -> tuple[Tensor, ...]:
+    return next_token_divergence(
+        *(of.hidden, of.weight, of.bias, of.targets),
+        teacher_hidden=of.teacher_hidden,
+        teacher=of.teacher,
+        kind=kind,
+        beta=beta,
+        temperature=of.temperature,
+        softcap=of.softcap,
+        chunk=chunk,
+        head=head,
+    )
+
+
+def log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    return (logits / temperature).log_softmax(-1)
+
+
+def whole(of: Case, kind: Divergence, beta: float) -> tuple[Tensor, ...]:
+    """All of [T, V] in float64, by the definitions."""
+    student = log_p(
+        *(None if x is None else x.double() for x in (of.hidden, of.weight, of.bias)), of.temperature, of.softcap
+    )
+    head = of.teacher
+    teacher = log_p(
+        *(None if x is None else x.double() for x in (of.teacher_hidden, head.weight, head.bias)),
+        head.temperature,
+        head.softcap,
+    )
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one.exp() * (one - other)).sum(-1)
+
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    divergence = {
+        "reverse": lambda: kl(student, teacher),
+        "forward": lambda: kl(teacher, student),
+        "jsd": lambda: beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture),
+    }[kind]()
+    return student.gather(-1, of.targets[:, None])[:, 0], -(student.exp() * student).sum(-1), divergence
+
+
+def results(of: Case, function: Any, used: str = "all") -> list[Tensor]:
+    """Each result, then the gradients of a loss of those that are used."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in of.leaves]
+    outputs = function(of.with_leaves(leaves))
+    slope = torch.linspace(-1, 1, len(of.targets))
+    factors = {"all": (0.7, 0.3, 1.0), "divergence": (0.0, 0.0, 1.0), "entropy": (0.0, 0.3, 1.0)}[used]
+    loss = sum(factor * (slope * output).sum() for factor, output in zip(factors, outputs, strict=True) if factor)
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(loss, leaves)]
+
+
+def apart(ours: list[Tensor], true: list[Tensor]) -> list[float]:
+    """How far each tensor is from the true one, over its norm."""
+    return [
+        float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+        for one, other in zip(ours, true, strict=True)
+    ]
+
+
+@each_kind
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("used", ["all", "divergence", "entropy"])
+def test_tiles_equal_the_definition_in_float64(kind: Divergence, beta: float, scale: str, used: str) -> None:
+    for with_bias in (True, False):
+        of = case(scale, with_bias=with_bias)
+        for chunk, head in ((16, SMALL_TILES), (1000, Head(linear))):
+            ours = results(of, lambda of, c=chunk, h=head: tiled(of, kind, beta, c, h), used)
+            assert max(apart(ours, results(of, lambda of: whole(of, kind, beta), used))) < EXACT
+
+
+@each_kind
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(0, 5),
+    vocabulary=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    chunk=st.integers(1, 6),
+)
+def test_any_size_of_tiles(
+    kind: Divergence, beta: float, tokens: int, vocabulary: int, columns: int, chunk: int
+) -> None:
+    of = case("temperatures", tokens=tokens, vocabulary=vocabulary)
+    ours = results(of, lambda of: tiled(of, kind, beta, chunk, Head(linear, columns=columns)))
+    true = results(of, lambda of: whole(of, kind, beta))
+    for one, other in zip(ours, true, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_of_a_teacher_that_is_the_student_all_is_exactly_zero(
+    kind: Divergence, beta: float, dtype: torch.dtype, scale: str
+) -> None:
+    of = case(scale, dtype=dtype)
+    same = TeacherHead(weight=of.weight, bias=of.bias, temperature=of.temperature, softcap=of.softcap)
+    of = replace(of, teacher=same, teacher_hidden=of.hidden)
+    _, _, divergence, *gradients = results(of, lambda of: tiled(of, kind, beta), "divergence")
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in (divergence, *gradients))
+
+
+@each_kind
+def test_a_teacher_near_the_student_is_measured(kind: Divergence, beta: float) -> None:
+    """A divergence that is a millionth of the terms that it is summed from."""
+    of = case()
+    near = TeacherHead(weight=of.weight + 2e-3 * of.teacher.weight[:, :HIDDEN], bias=of.bias, temperature=1.0)
+    of = replace(of, teacher=near, teacher_hidden=of.hidden)
+    ours, true = (results(of, lambda of, f=f: f(of, kind, beta), "divergence") for f in (tiled, whole))
+    assert true[2].mean() < 1e-5
+    assert (ours[2] - true[2]).abs().max() < 5e-7
+    assert max(apart(ours[3:], true[3:])) < 1e-3
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_and_entropy_are_those_of_the_plain_head_to_the_bit(
+    kind: Divergence, beta: float, dtype: torch.dtype
+) -> None:
+    def plain(of: Case) -> tuple[Tensor, ...]:
+        scores = next_token_logprobs(
+            *(of.hidden, of.weight, of.bias, of.targets),
+            temperature=of.temperature,
+            softcap=of.softcap,
+            chunk=16,
+            head=SMALL_TILES,
+        )
+        return *scores, torch.zeros(TOKENS)
+
+    of = case("caps", dtype=dtype)
+    ours = results(of, lambda of: (*tiled(of, kind, beta)[:2], torch.zeros(TOKENS)))
+    assert all(torch.equal(one, other) for one, other in zip(ours, results(of, plain), strict=True))
+
+
+@each_kind
+def test_bfloat16_is_as_near_as_its_logits_are(kind: Divergence, beta: float) -> None:
+    of = case("temperatures", dtype=torch.bfloat16)
+    ours, true = (results(of, lambda of, f=f: f(of, kind, beta)) for f in (tiled, whole))
+    assert [grad.dtype for grad in ours[3:]] == [torch.bfloat16] * 3
+    assert max(apart(ours, true)) < 2e-2
+
+
+@each_kind
+def test_what_both_forbid_counts_as_if_it_was_not_there(kind: Divergence, beta: float) -> None:
+    of = case("temperatures")
+    allowed = torch.arange(VOCABULARY) % 3 != 1
+    allowed[:33] = False  # a whole tile
+    numbers = allowed.cumsum(0) - 1
+    targets = torch.nonzero(allowed).flatten()[of.targets % int(allowed.sum())]
+    head = of.teacher
+    assert of.bias is not None and head.bias is not None
+    forbidden, forbidden_of_teacher = (torch.where(allowed, bias, -torch.inf) for bias in (of.bias, head.bias))
+    with_forbidden = replace(of, bias=forbidden, targets=targets, teacher=replace(head, bias=forbidden_of_teacher))
+    without = replace(
+        of,
+        weight=of.weight[allowed],
+        bias=of.bias[allowed],
+        targets=numbers[targets],
+        teacher=replace(head, weight=head.weight[allowed], bias=head.bias[allowed]),
+    )
+    ours, true = (results(x, lambda x: tiled(x, kind, beta)) for x in (with_forbidden, without))
+    ours[4], ours[5] = ours[4][allowed], ours[5][allowed]
+    assert max(apart(ours, true)) < EXACT
+
+
+def test_what_only_one_allows_is_infinitely_far() -> None:
+    of = case()
+    assert of.bias is not None and of.teacher.bias is not None
+    at_5 = torch.arange(VOCABULARY) == 5
+    of_student = replace(of, bias=of.bias.masked_fill(at_5, -torch.inf))
+    of_teacher = replace(of, teacher=replace(of.teacher, bias=of.teacher.bias.masked_fill(at_5, -torch.inf)))
+    assert tiled(of_teacher, "reverse", 0.5)[2].isinf().all() and tiled(of_student, "reverse", 0.5)[2].isfinite().all()
+    assert tiled(of_student, "forward", 0.5)[2].isinf().all() and tiled(of_teacher, "forward", 0.5)[2].isfinite().all()
+    for x in (of_student, of_teacher):
+        found = results(x, lambda x: tiled(x, "jsd", 0.3), "divergence")
+        assert all(tensor.isfinite().all() for tensor in found[2:])
+        assert apart(found[2:3], [whole_of_allowed(x)]) < [EXACT]
+
+
+def whole_of_allowed(of: Case) -> Tensor:
+    """The Jensen-Shannon divergence with beta 0.3 where one model forbids a token, in float64."""
+    head = of.teacher
+    student = log_p(of.hidden.double(), of.weight.double(), of.bias.double(), 1.0, None)
+    teacher = log_p(of.teacher_hidden.double(), head.weight.double(), head.bias.double(), 1.0, None)
+    mixture = 0.3 * teacher.exp() + 0.7 * student.exp()
+    entropies = [torch.special.entr(p).sum(-1) for p in (mixture, teacher.exp(), student.exp())]
+    return entropies[0] - 0.3 * entropies[1] - 0.7 * entropies[2]
+
+
+@each_kind
+def test_probabilities_that_are_far_apart_have_finite_gradients(kind: Divergence, beta: float) -> None:
+    """Each model gives nearly all to one token; these differ by 200 nats."""
+    shift = torch.tensor([200.0, 0.0, 0.0, 0.0])
+    teacher = TeacherHead(weight=torch.zeros(4, 3), bias=shift.flip(0), temperature=1.0)
+    of = Case(torch.ones(2, 2), torch.zeros(4, 2), shift, torch.tensor([0, 3]), torch.ones(2, 3), teacher)
+    ours, true = (results(of, lambda of, f=f: f(of, kind, beta), "divergence") for f in (tiled, whole))
+    for one, other in zip(ours[2:], true[2:], strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_never_reach_the_teacher() -> None:
+    of = case()
+    weight, teacher_hidden = (x.clone().requires_grad_() for x in (of.teacher.weight, of.teacher_hidden))
+    hidden = of.hidden.clone().requires_grad_()
+    of = replace(of, hidden=hidden, teacher_hidden=teacher_hidden, teacher=replace(of.teacher, weight=weight))
+    tiled(of, "reverse", 0.5)[2].sum().backward()
+    assert hidden.grad is not None and weight.grad is None and teacher_hidden.grad is None
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    of = case()
+    with pytest.raises(ValueError, match="101 rows and the teacher's 100"):
+        tiled(replace(of, teacher=replace(of.teacher, weight=of.teacher.weight[1:])), "reverse", 0.5)
+    with pytest.raises(ValueError, match="37 hidden states of the student and 36"):
+        tiled(replace(of, teacher_hidden=of.teacher_hidden[1:]), "reverse", 0.5)
+    with pytest.raises(ValueError, match=r"beta = 1\.0 is not between"):
+        tiled(of, "jsd", 1.0)
+
+
+def test_no_tile_is_larger_than_asked_and_the_head_is_computed_once_each_way() -> None:
+    """Twice in the forward pass for the Jensen-Shannon divergence."""
+    for kind, passes in (("reverse", 2), ("forward", 2), ("jsd", 3)):
+        seen: list[tuple[int, int, int]] = []
+
+        def watched(rows: Tensor, head: Tensor, bias: Tensor | None, seen: list[Any] = seen) -> Tensor:
+            seen.append((len(rows), *head.shape))
+            return torch.nn.functional.linear(rows, head, bias)
+
+        of = case()
+        results(of, lambda of, k=kind, w=watched: tiled(of, k, 0.5, 16, Head(w, columns=30)))
+        assert max(rows for rows, _, _ in seen) == 16 and max(columns for _, columns, _ in seen) == 30
+        for width in (HIDDEN, TEACHER_HIDDEN):
+            assert sum(n * columns for n, columns, d in seen if d == width) == passes * TOKENS * VOCABULARY
+
+
+def test_the_heads_own_tiles_reduce_what_is_of_one_model_alone() -> None:
+    calls: list[str] = []
+
+    class Watched:
+        def summary(self, *args: Any, **options: Any) -> Tensor:
+            calls.append("summary")
+            return logits_tile.summary(*args, **options)
+
+        def gradient(self, *args: Any, **options: Any) -> Tensor:
+            calls.append("gradient")
+            return logits_tile.gradient(*args, **options)
+
+    of = case(with_bias=False)
+    head = Head(linear, tile=Watched())
+    for used, expected in (("all", ["summary", "summary", "gradient"]), ("divergence", ["summary", "summary"])):
+        calls.clear()
+        results(of, lambda of: tiled(of, "reverse", 0.5, 1000, head), used)
+        assert calls == expected
+
+
+def test_each_kernels_operators_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log-probabilities have the bits of the kernel's own head."""
+    kernels_on_cpu.use(monkeypatch)
+    of, options = case(with_bias=False), {"temperature": 0.7, "chunk": 16}
+    compared: dict[str, Any] = {"teacher_hidden": of.teacher_hidden, "teacher": of.teacher, "kind": "reverse"}
+    plain = tiled(replace(of, temperature=0.7), "reverse", 0.5)
+    for kernel in ("sdpa", "invariant", "sglang_fa3"):
+        operators = operators_of(kernel)
+        inputs = (of.hidden, of.weight, None, of.targets)
+        *scores, divergence = operators.next_token_divergence(*inputs, **compared, **options)
+        expected = operators.next_token_logprobs(*inputs, **options)
+        assert all(torch.equal(one, other) for one, other in zip(scores, expected, strict=True)), kernel
+        torch.testing.assert_close(divergence, plain[2], rtol=1e-5, atol=1e-6)
