@@ -77,10 +77,10 @@ def next_token_divergence(
         forward    KL(teacher || student)
         jsd        beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student
 
-    The last is the generalized Jensen-Shannon divergence of arXiv 2306.13649; over beta it tends to the forward one as
-    beta goes to 0, and over 1 - beta to the reverse one as beta goes to 1. Gradients reach hidden, weight and bias
-    through each of the three results, and never the teacher. Where only one model allows a token (the other has a logit
-    of -inf), the Kullback-Leibler divergence from it is inf.
+    The last is the generalized Jensen-Shannon divergence of arXiv 2306.13649; for small beta it tends to beta times the
+    forward one, for small 1 - beta to 1 - beta times the reverse one. Gradients reach hidden, weight and bias through
+    each of the three results, and never the teacher. Where only the first model of a Kullback-Leibler divergence allows
+    a token (the second has a logit of -inf), it is inf.
 
     Raises ValueError when the vocabularies differ in size, the hidden states in number, or beta is not between 0 and 1.
     """
