@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, TuningConfig
 from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair
@@ -42,7 +42,7 @@ from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.types import UserError
 
-SettingsT = TypeVar("SettingsT", bound=Config | SftConfig)
+SettingsT = TypeVar("SettingsT", bound=Config | TuningConfig)
 T = TypeVar("T")
 
 
@@ -101,7 +101,7 @@ class Run(Generic[SettingsT]):
 
     def load_reference(self, policy: Policy) -> Reference | None:
         """Return the frozen model that the policy is compared with; None for a run without one."""
-        if isinstance(self.cfg, Config) and self.cfg.has_reference:
+        if self.cfg.has_reference:
             return reference_of(policy, self.cfg.model, self.meshes, **self._logprob_options)
         return None
 
@@ -155,9 +155,9 @@ def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Ite
             yield run
 
 
-def kernel_of_run(cfg: Config | SftConfig, device_type: str, dtype: torch.dtype) -> Kernel:
+def kernel_of_run(cfg: Config | TuningConfig, device_type: str, dtype: torch.dtype) -> Kernel:
     """Choose the attention kernel of the trainer and of the torch engine. Raises UserError when it cannot run here."""
-    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
+    if isinstance(cfg, TuningConfig) or not cfg.true_on_policy:
         return choose_kernel(cfg.model.attention, device_type, dtype)
     kernels = engine_facts(cfg.rollout.engine).exact_kernels.get(device_type, {})
     if cfg.rollout.attention_backend not in kernels:

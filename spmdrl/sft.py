@@ -33,7 +33,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
-    encode, images = PairEncoder(cfg, run.inputs), start_images(run, policy)
+    encode, images = PairEncoder.of(cfg, run.inputs), start_images(run, policy)
     steps = Steps(run, policy, saver, NoHandover(), Sampler(), held_out=HeldOutLoss(run, policy, encode, images))
 
     steps.announce()
@@ -53,7 +53,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
 def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
     """Tokenize one pair, for --dry-run; returns lines that describe what was checked."""
     (pair,) = inputs.prompts.pairs(0, 1)
-    encode = PairEncoder(cfg, inputs)
+    encode = PairEncoder.of(cfg, inputs)
     for held_out in inputs.held_out_pairs:
         encode(held_out, 0)  # raises when one is too long
     return [

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from spmdrl.config import Config, Section, SftConfig
+from spmdrl.config import Config, PreferencesConfig, Section, SftConfig
 from spmdrl.config.base import INT32_MAX
 from spmdrl.config.errors import is_array, sections_in
 from spmdrl.faults.text import say
@@ -37,7 +37,8 @@ def reference() -> str:
     """The page as Markdown."""
     parts = [_INTRODUCTION]
     described: dict[type[Section], str] = {}  # the name under which a table has its section
-    for kind, program in ((Config, "spmdrl.train"), (SftConfig, "spmdrl.sft")):
+    kinds = ((Config, "spmdrl.train"), (SftConfig, "spmdrl.sft"), (PreferencesConfig, "spmdrl.pairs"))
+    for kind, program in kinds:
         parts.append(f"## `python -m {program}`\n\n{kind.__doc__}\n")
         fields = [(key, field) for key, field in kind.model_fields.items() if sections_in(field.annotation)]
         if len(fields) < len(kind.model_fields):

@@ -12,7 +12,7 @@ import spmdrl.tools
 from spmdrl.faults.text import say
 from spmdrl.tools.command import PROGRAMS
 
-_PROGRAMS = ("spmdrl.train", "spmdrl.sft")
+_PROGRAMS = ("spmdrl.train", "spmdrl.sft", "spmdrl.pairs")
 
 _INTRODUCTION = """\
 # Programs

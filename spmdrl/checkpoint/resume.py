@@ -24,7 +24,7 @@ from spmdrl.checkpoint.manifest import (
     step_of,
 )
 from spmdrl.checkpoint.restore import refuse_other_state
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, TuningConfig
 from spmdrl.dist.collectives import gather_objects, require_same
 from spmdrl.learn.learner import optimizers_of
 from spmdrl.report.run_folder import describe_machine
@@ -57,7 +57,7 @@ FindProblems = Callable[[Path], list[str]]
 """Returns a clause for everything that is wrong with a checkpoint."""
 
 
-def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMesh) -> ResumePoint:
+def find_resume_point(cfg: Config | TuningConfig, checkpoints: Path, mesh: DeviceMesh) -> ResumePoint:
     """Choose where to resume, as `[resume]` says; every rank of the mesh must call this.
 
     All files of the chosen checkpoint are compared with its manifest, a part of them by each rank. Raises UserError if
@@ -70,7 +70,7 @@ def find_resume_point(cfg: Config | SftConfig, checkpoints: Path, mesh: DeviceMe
     return origin
 
 
-def preview_resume_point(cfg: Config | SftConfig, checkpoints: Path) -> ResumePoint:
+def preview_resume_point(cfg: Config | TuningConfig, checkpoints: Path) -> ResumePoint:
     """Predict the choice of `find_resume_point`, or its error, in one process and without changing anything.
 
     Of files with tensors only names and sizes are compared with the manifest.
@@ -85,7 +85,9 @@ def require_whole(checkpoint: Path, mesh: DeviceMesh, *, remedy: str) -> None:
         raise UserError(f"{checkpoint} cannot be loaded: {_listed(problems)}; {remedy}")
 
 
-def _choose(cfg: Config | SftConfig, checkpoints: Path, find_problems: FindProblems) -> tuple[ResumePoint, list[int]]:
+def _choose(
+    cfg: Config | TuningConfig, checkpoints: Path, find_problems: FindProblems
+) -> tuple[ResumePoint, list[int]]:
     """Return where to resume, and the steps of the broken newer checkpoints that are skipped."""
     folder, steps, remedy = checkpoints, saved_steps(checkpoints), "set run.name to a new name to start at step 0"
     if not steps and cfg.resume.checkpoint not in ("auto", "never"):
@@ -172,7 +174,7 @@ def _set_aside(folder: Path, steps: list[int], mesh: DeviceMesh) -> None:
     gather_objects(mesh, None)
 
 
-def _changed(cfg: Config | SftConfig, manifest: Manifest) -> Iterator[str]:
+def _changed(cfg: Config | TuningConfig, manifest: Manifest) -> Iterator[str]:
     """Yield a note about harmless changes. Raises UserError for other changes that `resume.changed` does not name."""
     found = changes(manifest.configuration, cfg)
     shown = [change for change in found if not change.is_in(("resume", "run.name", "run.dir"))]

@@ -40,7 +40,7 @@ from spmdrl.checkpoint.manifest import (
     write_json,
 )
 from spmdrl.checkpoint.storage import LearnerState, Tree, Writer, copy_to_host, in_chunks, num_bytes, tree_of
-from spmdrl.config import CheckpointConfig, Config, OptimConfig, SftConfig
+from spmdrl.config import CheckpointConfig, Config, OptimConfig, TuningConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
@@ -193,7 +193,7 @@ class Saver:
         )
 
 
-def start_saver(cfg: Config | SftConfig, folder: Path, learners: Mapping[str, Learner], meshes: Meshes) -> Saver:
+def start_saver(cfg: Config | TuningConfig, folder: Path, learners: Mapping[str, Learner], meshes: Meshes) -> Saver:
     """A saver whose manifests hold this configuration and the versions of this machine's software."""
     return Saver(folder, learners, meshes, cfg.checkpoint, configuration=resolved(cfg), versions=describe_machine())
 

@@ -5,14 +5,17 @@ The attribute docstrings of the tables are the configuration reference: `docs/co
 
 from spmdrl.config import rules  # noqa: F401 (rules hold once they are imported)
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
+from spmdrl.config.answers import PairsConfig, PreferenceFile
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
 from spmdrl.config.data import (
     DataConfig,
     EvalConfig,
     FileData,
+    FileSettings,
     HeldOutConfig,
+    HeldOutPromptsConfig,
     PackConfig,
-    PairsConfig,
+    PromptsConfig,
     ReasoningGymData,
 )
 from spmdrl.config.environment import EnvironmentConfig
@@ -39,7 +42,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.config.whole import Config, SftConfig
+from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
 
 __all__ = [
     "EXACT_BACKENDS",
@@ -57,8 +60,10 @@ __all__ = [
     "ExactReward",
     "ExportConfig",
     "FileData",
+    "FileSettings",
     "FunctionReward",
     "HeldOutConfig",
+    "HeldOutPromptsConfig",
     "LoraConfig",
     "LossConfig",
     "MathReward",
@@ -71,6 +76,9 @@ __all__ = [
     "PackConfig",
     "PairsConfig",
     "ParallelConfig",
+    "PreferenceFile",
+    "PreferencesConfig",
+    "PromptsConfig",
     "ReasoningGymData",
     "ReasoningGymReward",
     "RefitConfig",
@@ -84,6 +92,7 @@ __all__ = [
     "Section",
     "SectionT",
     "SftConfig",
+    "TuningConfig",
     "WatchdogConfig",
     "read_config",
     "read_draft",

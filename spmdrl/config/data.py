@@ -17,7 +17,7 @@ def _on_one_line(name: str) -> str:
     return name
 
 
-class FileData(Section):
+class FileSettings(Section):
     kind: Literal["jsonl", "parquet"]
     """File format."""
     path: PathText
@@ -26,10 +26,6 @@ class FileData(Section):
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`); a content is a string, or a list of
     parts."""
-    answer_column: str = "answer"
-    """The reference answer that rewards compare with; "" when the data has none."""
-    response_column: str | None = None
-    """The response to imitate, for supervised fine-tuning."""
     image_column: str | None = None
     """The images of a row: one or a list of paths, of bytes, or of `{"bytes": ..., "path": ...}`. Each has a place in
     the prompt: the text `<image>`, or a part `{"type": "image"}` of a message. See `docs/data.md`."""
@@ -39,6 +35,13 @@ class FileData(Section):
     """Name of this source in per-task metrics."""
     weight: Positive = 1.0
     """Share of prompts from this source, relative to the other sources."""
+
+
+class FileData(FileSettings):
+    answer_column: str = "answer"
+    """The reference answer that rewards compare with; "" when the data has none."""
+    response_column: str | None = None
+    """The response to imitate, for supervised fine-tuning."""
 
 
 def _bounded_widths(template: str) -> str:
@@ -66,8 +69,8 @@ ChatTemplate = Literal["auto", "never", "rendered"]
 DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
 
 
-class DataConfig(Section):
-    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+class PromptsConfig(Section):
+    sources: Annotated[tuple[FileSettings | ReasoningGymData, ...], Field(strict=False, min_length=1)]
     """Sources of the training prompts."""
     system_prompt: str | None = None
     """Put before string prompts; needs a tokenizer with a chat template."""
@@ -92,17 +95,21 @@ class DataConfig(Section):
     read from the data again when they are needed. Unset: half of what is free in `/dev/shm` at the start."""
 
 
-class HeldOutConfig(Section):
+class DataConfig(PromptsConfig):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Sources of the training prompts."""
+
+
+class HeldOutPromptsConfig(Section):
+    sources: Annotated[tuple[FileSettings | ReasoningGymData, ...], Field(strict=False, min_length=1)]
     """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
     num_prompts: Count
     """Held-out prompts, over all sources."""
 
 
-class HeldOutPairsConfig(HeldOutConfig):
-    every: Annotated[int, Field(ge=0)] | Literal["never"] = 0
-    """Steps between two evaluations of the loss of their responses; there is always one before the first step and after
-    the last. 0: only these. `"never"` only keeps their questions out of training, and needs no responses."""
+class HeldOutConfig(HeldOutPromptsConfig):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
 
 
 def _greedy_or_sampled(temperature: float) -> float:
@@ -125,17 +132,6 @@ class EvalConfig(HeldOutConfig):
     success_at: Coefficient | None = None
     """The reward from which a response counts as right in `eval/accuracy`. Unset: full marks, which is a reward of 1
     from every term with a positive weight."""
-
-
-class PairsConfig(Section):
-    sequences_per_step: Count
-    """(prompt, response) pairs behind one optimizer step, over all ranks."""
-    max_response_tokens: Count
-    """Longest response; a longer one is an error that names the row, in the step that reads it. With `turns = "all"`,
-    all that follows the prompt."""
-    turns: Literal["last", "all"] = "last"
-    """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
-    has no `response_column`: the last, or all. What is said between them is read and not trained."""
 
 
 class PackConfig(Section):

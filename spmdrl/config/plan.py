@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import Config, CorrectionConfig, LossConfig, ParallelConfig, SftConfig, run_rules
+from spmdrl.config import Config, CorrectionConfig, LossConfig, ParallelConfig, TuningConfig, run_rules
 from spmdrl.types import UserError
 
 
@@ -35,6 +35,7 @@ class Plan:
     export_every: int  # steps; 0: never, but perhaps at the end
     extra_groups: int = 0  # prompt groups that may be open beyond those a step still wants, over all ranks
     max_groups: int = 0  # prompt groups opened in a step at most, over all ranks
+    sequences_together: int = 1  # of a rollout: 2 where they are a pair, which one micro-batch has
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
     cost_per_squared_token: int = 0
     ranks_per_share: int = 1  # neighbours that train on the same sequences
@@ -53,7 +54,7 @@ class Plan:
 
     @property
     def rollouts_per_prompt(self) -> int:
-        """Rollouts in a prompt group; 1 in fine-tuning, where a step has pairs."""
+        """Rollouts in a prompt group; 1 where nothing is sampled, and a step has rows."""
         return self.rollouts_per_step // self.prompts_per_step
 
     @property
@@ -88,10 +89,10 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-def plan_run(cfg: Config | SftConfig, *, num_ranks: int) -> Plan:
+def plan_run(cfg: Config | TuningConfig, *, num_ranks: int) -> Plan:
     """Derive the plan of a run of either kind. Raises UserError with every count that does not work out."""
-    if isinstance(cfg, SftConfig):
-        return make_sft_plan(cfg, num_ranks=num_ranks)
+    if isinstance(cfg, TuningConfig):
+        return make_tuning_plan(cfg, num_ranks=num_ranks)
     return make_plan(cfg, num_ranks=num_ranks)
 
 
@@ -134,13 +135,13 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     )
 
 
-def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
-    """Derive the plan of a fine-tuning run: a step is one update on `sft.sequences_per_step` pairs."""
+def make_tuning_plan(cfg: TuningConfig, *, num_ranks: int) -> Plan:
+    """Derive the plan of a run that samples nothing: a step is one update on some rows."""
     _refuse(cfg, num_ranks)
-    sequences = cfg.sft.sequences_per_step
+    sequences, longest = cfg.rows_per_step, cfg.answers.max_response_tokens
     eval_every = cfg.held_out.every if cfg.held_out else "never"
     eval_prompts = cfg.held_out.num_prompts if cfg.held_out and eval_every != "never" else 0
-    max_sequence = cfg.data.max_prompt_tokens + cfg.sft.max_response_tokens
+    max_sequence = cfg.data.max_prompt_tokens + longest
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
     return Plan(
         num_ranks=num_ranks,
@@ -152,7 +153,8 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
         num_updates=cfg.run.num_steps,
         rollouts_per_mini_batch=sequences,
         max_sequence_tokens=max_sequence,
-        max_response_tokens=cfg.sft.max_response_tokens,
+        max_response_tokens=longest,
+        sequences_together=cfg.sequences_per_row,
         max_tokens_per_micro_batch=cfg.pack.max_tokens_per_micro_batch,
         sequences_per_micro_batch=cfg.pack.sequences_per_micro_batch,
         max_eval_sequence_tokens=max_sequence if eval_prompts else 0,
@@ -164,20 +166,20 @@ def make_sft_plan(cfg: SftConfig, *, num_ranks: int) -> Plan:
     )
 
 
-def plan_problems(cfg: Config | SftConfig, num_ranks: int) -> Iterator[str]:
+def plan_problems(cfg: Config | TuningConfig, num_ranks: int) -> Iterator[str]:
     """Yield a sentence for each count that does not fit the number of ranks."""
-    sft = (_ranks_divide, _sequences_divide_by_ranks)
+    tuning = (_ranks_divide, _rows_divide_by_ranks)
     rl = (_ranks_divide, _prompts_divide_by_ranks, _prompts_divide_by_updates)
-    return run_rules(sft if isinstance(cfg, SftConfig) else rl, cfg, num_ranks)
+    return run_rules(tuning if isinstance(cfg, TuningConfig) else rl, cfg, num_ranks)
 
 
-def _refuse(cfg: Config | SftConfig, num_ranks: int) -> None:
+def _refuse(cfg: Config | TuningConfig, num_ranks: int) -> None:
     if sentences := list(plan_problems(cfg, num_ranks)):
         raise UserError("\n".join(dict.fromkeys(sentences)))
 
 
-def _ranks_divide(cfg: Config | SftConfig, num_ranks: int) -> Iterator[str]:
-    engine_ranks = 0 if isinstance(cfg, SftConfig) else cfg.rollout.num_ranks or 0
+def _ranks_divide(cfg: Config | TuningConfig, num_ranks: int) -> Iterator[str]:
+    engine_ranks = 0 if isinstance(cfg, TuningConfig) else cfg.rollout.num_ranks or 0
     if not engine_ranks or engine_ranks < num_ranks:
         yield from parallel_problems(cfg.parallel, num_ranks - engine_ranks)
         return
@@ -204,9 +206,9 @@ def _prompts_divide_by_updates(cfg: Config, num_ranks: int) -> Iterator[str]:
     )
 
 
-def _sequences_divide_by_ranks(cfg: SftConfig, num_ranks: int) -> Iterator[str]:
-    sequences, purpose = cfg.sft.sequences_per_step, f"split over {num_ranks} ranks"
-    return _not_divisible("sft.sequences_per_step", sequences, num_ranks, purpose, also_by=1)
+def _rows_divide_by_ranks(cfg: TuningConfig, num_ranks: int) -> Iterator[str]:
+    setting, purpose = f"{cfg.table}.{cfg.rows_setting}", f"split over {num_ranks} ranks"
+    return _not_divisible(setting, cfg.rows_per_step, num_ranks, purpose, also_by=1)
 
 
 def _not_divisible(name: str, value: int, by: int, purpose: str, *, also_by: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from spmdrl.config.errors import (
     setting_at,
 )
 from spmdrl.config.strict import read_bytes, shown, utf8_problem
-from spmdrl.config.whole import Config, SftConfig
+from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
 from spmdrl.types import UserError
 
 _MAX_BYTES = 2**20  # of a configuration
@@ -47,20 +47,23 @@ class Draft(Generic[SectionT]):
             raise UserError("\n".join(dict.fromkeys(place.prefix + sentence for place, sentence in in_order)))
 
 
-def read_run_config(path: str, overrides: Sequence[str]) -> Config | SftConfig:
-    """Read the configuration of a run of either kind: [rollout] belongs to `spmdrl.train`, [sft] to `spmdrl.sft`.
+def read_run_config(path: str, overrides: Sequence[str]) -> Config | TuningConfig:
+    """Read the configuration of a run of any kind: [rollout] belongs to `spmdrl.train`, [sft] to `spmdrl.sft`, [pairs]
+    to `spmdrl.pairs`.
 
-    Raises UserError as `read_config` does, and when the file has both tables or neither.
+    Raises UserError as `read_config` does, and when the file has several of these tables or none.
     """
     named = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
     tables = named | read_table(path).keys()
-    if ("rollout" in tables) == ("sft" in tables):
-        has = "both [rollout] and [sft]" if "sft" in tables else "neither [rollout] nor [sft]"
+    kinds: dict[str, type[Config | TuningConfig]] = {"rollout": Config, "sft": SftConfig, "pairs": PreferencesConfig}
+    found = [table for table in kinds if table in tables]
+    if len(found) != 1:
+        has = " and ".join(f"[{table}]" for table in found) or "none of [rollout], [sft] and [pairs]"
         raise UserError(
             f"{path} has {has}, so that it is not clear which program it is for; [rollout] belongs to a run of "
-            "spmdrl.train, [sft] to one of spmdrl.sft: have one of them"
+            "spmdrl.train, [sft] to one of spmdrl.sft, [pairs] to one of spmdrl.pairs: have one of them"
         )
-    return read_config(SftConfig, path, overrides) if "sft" in tables else read_config(Config, path, overrides)
+    return read_config(kinds[found[0]], path, overrides)
 
 
 def read_config(kind: type[SectionT], path: str, overrides: Sequence[str]) -> SectionT:

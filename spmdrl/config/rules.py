@@ -11,7 +11,7 @@ from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_
 from spmdrl.config.environment import ReasoningGymEnvironment
 from spmdrl.config.errors import all_keys, did_you_mean, sections_at
 from spmdrl.config.rewards import EnvironmentReward
-from spmdrl.config.whole import Config, SftConfig
+from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
 
 
 @rule(Config)
@@ -156,8 +156,8 @@ def state_on_host_is_not_moved(cfg: Config) -> Iterator[str]:
         )
 
 
-@rule(Config, SftConfig)
-def state_on_host_needs_the_device(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def state_on_host_needs_the_device(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.model.cpu_offload and cfg.optim.state_on_host:
         yield (
             "model.cpu_offload = true runs the optimizer on the host, where its state is, so there is nothing for "
@@ -220,8 +220,8 @@ def loaded_rollouts_need_colocated(cfg: Config) -> Iterator[str]:
         )
 
 
-@rule(Config, SftConfig)
-def answers_need_evaluations(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def answers_need_evaluations(cfg: Config | TuningConfig) -> Iterator[str]:
     if isinstance(cfg, Config) and cfg.eval is not None:
         return
     if cfg.report.eval_samples:
@@ -233,8 +233,8 @@ def answers_need_evaluations(cfg: Config | SftConfig) -> Iterator[str]:
         )
 
 
-@rule(Config, SftConfig)
-def watchdog_is_faster_than_patience(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def watchdog_is_faster_than_patience(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.watchdog.timeout_s > cfg.run.patience_minutes * 60:
         yield (
             f"watchdog.timeout_s = {cfg.watchdog.timeout_s:g} is more than run.patience_minutes = "
@@ -262,30 +262,44 @@ def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
         )
 
 
-@rule(Config, SftConfig)
-def schedule_ends_with_the_run(cfg: Config | SftConfig) -> Iterator[str]:
-    num_updates = cfg.run.num_steps * (1 if isinstance(cfg, SftConfig) else cfg.loss.updates_per_step)
+@rule(Config, TuningConfig)
+def schedule_ends_with_the_run(cfg: Config | TuningConfig) -> Iterator[str]:
+    num_updates = cfg.run.num_steps * (1 if isinstance(cfg, TuningConfig) else cfg.loss.updates_per_step)
     for name in ("warmup_steps", "decay_steps"):
         if (length := getattr(cfg.optim, name)) > num_updates:
             yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
 
 
-@rule(Config, SftConfig)
-def budget_holds_a_sequence(cfg: Config | SftConfig) -> Iterator[str]:
-    table, limit = ("sft", cfg.sft) if isinstance(cfg, SftConfig) else ("rollout", cfg.rollout)
-    max_sequence = cfg.data.max_prompt_tokens + limit.max_response_tokens
+@rule(Config, TuningConfig)
+def budget_holds_a_sequence(cfg: Config | TuningConfig) -> Iterator[str]:
+    if isinstance(cfg, TuningConfig):
+        table, longest, times = cfg.table, cfg.answers.max_response_tokens, cfg.sequences_per_row
+    else:
+        table, longest, times = "rollout", cfg.rollout.max_response_tokens, 1
+    max_sequence = (cfg.data.max_prompt_tokens + longest) * times
     budget = cfg.pack.max_tokens_per_micro_batch
     # Micro-batches are filled up to a multiple of cp, and the budget holds with that.
     filled = max_sequence + padding_tokens(max_sequence, cfg.parallel.cp)
     if budget is not None and budget < filled:
         yield (
-            f"pack.max_tokens_per_micro_batch = {budget} cannot hold a sequence of {max_sequence} tokens "
-            f"(data.max_prompt_tokens + {table}.max_response_tokens); set it to {filled} or more, or lower those"
+            f"pack.max_tokens_per_micro_batch = {budget} cannot hold {'a sequence' if times == 1 else 'a pair'} of "
+            f"{max_sequence} tokens ({'' if times == 1 else 'twice '}data.max_prompt_tokens + "
+            f"{table}.max_response_tokens); set it to {filled} or more, or lower those"
         )
 
 
-@rule(Config, SftConfig)
-def resume_names_settings(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(PreferencesConfig)
+def micro_batches_hold_pairs(cfg: PreferencesConfig) -> Iterator[str]:
+    number = cfg.pack.sequences_per_micro_batch
+    if number is not None and number % 2:
+        yield (
+            f"pack.sequences_per_micro_batch = {number} divides a pair, whose two sequences are in one micro-batch; "
+            f"set it to {number + 1}"
+        )
+
+
+@rule(Config, TuningConfig)
+def resume_names_settings(cfg: Config | TuningConfig) -> Iterator[str]:
     known = set(all_keys(type(cfg)))
     for name in cfg.resume.changed:
         # Entries of a free table, such as rollout.sglang, have no names of their own.
@@ -296,8 +310,8 @@ def resume_names_settings(cfg: Config | SftConfig) -> Iterator[str]:
             yield f"resume.changed names {name}, which is no setting{hint}"
 
 
-@rule(SftConfig)
-def memory_report_needs_an_engine(cfg: SftConfig) -> Iterator[str]:
+@rule(TuningConfig)
+def memory_report_needs_an_engine(cfg: TuningConfig) -> Iterator[str]:
     if cfg.report.memory:
         yield "report.memory = true has nothing to show: fine-tuning has no engine to make room for; remove it"
 
@@ -377,26 +391,26 @@ def turns_need_an_environment(cfg: Config) -> Iterator[str]:
 _WHOLE_ON_EACH_RANK = "keeps the base whole on every rank, on its device"
 
 
-@rule(Config, SftConfig)
-def merged_belongs_to_adapters(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def merged_belongs_to_adapters(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.lora is None and not cfg.export.merged:
         yield "export.merged = false leaves nothing to export without [lora]; set export.at_end = false instead"
 
 
-@rule(Config, SftConfig)
-def adapters_freeze_the_whole_model(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def adapters_freeze_the_whole_model(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.lora is not None and cfg.model.freeze is not None:
         yield "model.freeze has no meaning with [lora], under which only adapters are trained; remove one of them"
 
 
-@rule(Config, SftConfig)
-def adapters_learn_at_one_rate(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def adapters_learn_at_one_rate(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.lora is not None and cfg.optim.rates:
         yield "optim.rates has no meaning with [lora], under which only adapters are trained; remove one of them"
 
 
-@rule(Config, SftConfig)
-def a_quantized_base_is_not_divided(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, TuningConfig)
+def a_quantized_base_is_not_divided(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.lora is None or cfg.lora.base is None:
         return
     for name in ("tp", "ep"):

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig
+from spmdrl.config.answers import (
+    AnswersConfig,
+    HeldOutPairsConfig,
+    HeldOutResponsesConfig,
+    HeldOutRowsConfig,
+    PairsConfig,
+    PreferenceDataConfig,
+    ResponsesConfig,
+)
 from spmdrl.config.base import Section
-from spmdrl.config.data import DataConfig, EvalConfig, HeldOutPairsConfig, PackConfig, PairsConfig
+from spmdrl.config.data import DataConfig, EvalConfig, PackConfig, PromptsConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -109,20 +120,73 @@ class Config(Section):
         return max(0, self.rollout.max_staleness - self.rollout.partial)
 
 
-class SftConfig(Section):
-    """One supervised fine-tuning run: the same update on (prompt, response) pairs."""
+class TuningConfig(Section):
+    """A run that learns from answers in files: nothing is sampled. Its kinds are below."""
+
+    table: ClassVar[str]  # that says how much of the answers a step takes
+    rows_setting: ClassVar[str]  # of the table: rows behind one optimizer step
+    sequences_per_row: ClassVar[int] = 1  # which stay in one micro-batch
 
     run: RunConfig
     model: ModelConfig
     lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig
-    sft: PairsConfig
+    data: PromptsConfig
     optim: OptimConfig
     pack: PackConfig
-    held_out: HeldOutPairsConfig | None = None
+    held_out: HeldOutRowsConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     resume: ResumeConfig = ResumeConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     report: ReportConfig = ReportConfig()
+
+    @property
+    def answers(self) -> AnswersConfig:
+        """The table that `table` names."""
+        answers: AnswersConfig = getattr(self, self.table)
+        return answers
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows behind one optimizer step, over all ranks."""
+        number: int = getattr(self.answers, self.rows_setting)
+        return number
+
+    @property
+    def has_reference(self) -> bool:
+        """True when the policy is compared with a frozen reference."""
+        return False
+
+    @property
+    def loads_reference(self) -> bool:
+        """True when the reference is a model of its own; that of adapters is their base."""
+        return self.has_reference and self.lora is None
+
+
+class SftConfig(TuningConfig):
+    """One supervised fine-tuning run: the same update on (prompt, response) pairs."""
+
+    table = "sft"
+    rows_setting = "sequences_per_step"
+
+    data: DataConfig
+    sft: ResponsesConfig
+    held_out: HeldOutResponsesConfig | None = None
+
+
+class PreferencesConfig(TuningConfig):
+    """One run on pairs of answers of which one is preferred: the policy learns to prefer it too."""
+
+    table = "pairs"
+    rows_setting = "pairs_per_step"
+    sequences_per_row = 2
+
+    data: PreferenceDataConfig
+    pairs: PairsConfig
+    held_out: HeldOutPairsConfig | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """True when the policy is compared with a frozen reference."""
+        return True

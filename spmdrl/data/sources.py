@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import FileData, ReasoningGymData
+from spmdrl.config import FileData, FileSettings, PreferenceFile, ReasoningGymData
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
 from spmdrl.data.parts import PartReader
+from spmdrl.data.preferences import compared, is_message
 from spmdrl.data.rows import open_rows
 from spmdrl.data.tokenizer import texts_in
 from spmdrl.types import UserError
@@ -46,9 +47,15 @@ class Row:
     answer: str | None
     response: str | None  # to imitate
     later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
+    rejected: tuple[Exchange, ...] = ()  # what follows the prompt instead, and is worse; none without a comparison
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     columns: tuple[str, ...] = ()  # of a file's row, as it has them
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The response to imitate and what comes after it; none where nothing is to be imitated."""
+        return () if self.response is None else (Exchange((), self.response), *self.later)
 
     @property
     def later_images(self) -> tuple[ImageFile, ...]:
@@ -79,14 +86,14 @@ def as_written(row: Row) -> Row:
     return row
 
 
-def open_source(cfg: FileData | ReasoningGymData, *, seed: int, form: RowTransform = as_written) -> Source:
+def open_source(cfg: FileSettings | ReasoningGymData, *, seed: int, form: RowTransform = as_written) -> Source:
     """Open the source that one entry of `sources` describes; `form` changes the rows of files."""
-    if isinstance(cfg, FileData):
+    if isinstance(cfg, FileSettings):
         return FileSource(cfg, seed=seed, form=form)
     return ReasoningGymSource(cfg, seed=seed)
 
 
-def first_record(cfg: FileData) -> dict[str, Any]:
+def first_record(cfg: FileSettings) -> dict[str, Any]:
     """Return the columns of a file's first row. Raises UserError when it cannot be read or has no rows."""
     for _, record in open_rows(cfg.kind, cfg.path).scan():
         return record
@@ -96,7 +103,7 @@ def first_record(cfg: FileData) -> dict[str, Any]:
 class FileSource:
     """The rows of a file, in a new order in each epoch; the file stays on the disk."""
 
-    def __init__(self, cfg: FileData, *, seed: int, form: RowTransform = as_written) -> None:
+    def __init__(self, cfg: FileSettings, *, seed: int, form: RowTransform = as_written) -> None:
         """All rows are checked now. Raises UserError for the first that is wrong."""
         self.task = cfg.task
         self.path = cfg.path
@@ -139,7 +146,11 @@ class FileSource:
             yield place, self._row(place, record)
 
     def _row(self, place: int, record: dict[str, Any]) -> Row:
-        return self._form(_file_row(record, self._rows.where(place), self._cfg))
+        where = self._rows.where(place)
+        if isinstance(self._cfg, PreferenceFile):
+            return _preference_row(record, where, self._cfg)
+        assert isinstance(self._cfg, FileData), "there are two kinds of files"
+        return self._form(_file_row(record, where, self._cfg))
 
     def _order(self, epoch: int) -> array[int]:
         if epoch not in self._orders:
@@ -152,7 +163,8 @@ class FileSource:
 
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     columns = dict(record)
-    written = _prompt(_column(columns, "prompt_column", cfg.prompt_column, where), cfg.prompt_column, where)
+    prompt_value = _column(columns, "prompt_column", cfg.prompt_column, where, remedy="")
+    written = _prompt(prompt_value, cfg.prompt_column, where)
     with in_row(where):
         prompt, images = _with_images(written, columns, cfg)
     # A column setting of "" means that the data has no such column.
@@ -161,10 +173,7 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
         answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
     if cfg.response_column:
         response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
-    if not _has_text(prompt):
-        raise UserError(f'{where}: "{cfg.prompt_column}" is empty or white space; write a prompt, or remove the row')
-    if any("\0" in text for text in texts_in([written, answer, response])):
-        raise UserError(f"{where} holds the character NUL, which no text has; write it without, or remove the row")
+    _require_text(prompt, [written, answer, response], where, cfg)
     used = {cfg.prompt_column, cfg.answer_column, cfg.response_column, cfg.image_column}
     return Row(
         prompt=prompt,
@@ -178,6 +187,43 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     )
 
 
+def _preference_row(record: dict[str, Any], where: str, cfg: PreferenceFile) -> Row:
+    columns = dict(record)
+    found = None
+    if cfg.prompt_column:
+        remedy = '; set prompt_column = "" if both answers begin with the prompt'
+        value = _column(columns, "prompt_column", cfg.prompt_column, where, remedy=remedy)
+        found = _prompt(value, cfg.prompt_column, where)
+    named = {"chosen_column": cfg.chosen_column, "rejected_column": cfg.rejected_column}
+    answers = [_column(columns, setting, name, where, remedy="") for setting, name in named.items()]
+    with in_row(where):
+        written, chosen, rejected = compared(found, *answers)
+        prompt, images = _with_images(written, columns, cfg)
+    _require_text(prompt, [written, answers], where, cfg)
+    first, *later = (Exchange(said, text) for said, text in chosen)
+    used = {cfg.prompt_column, *named.values(), cfg.image_column}
+    return Row(
+        prompt=prompt,
+        images=images,
+        question=question_in(prompt),
+        answer=None,
+        response=first.response,
+        later=tuple(later),
+        rejected=tuple(Exchange(said, text) for said, text in rejected),
+        metadata={name: value for name, value in columns.items() if name not in used},
+        columns=tuple(record),
+        where=where,
+    )
+
+
+def _require_text(prompt: Written, everything: Any, where: str, cfg: FileSettings) -> None:
+    """Raise UserError when a prompt says nothing, or a text holds what no text has."""
+    if not _has_text(prompt):
+        raise UserError(f'{where}: "{cfg.prompt_column}" is empty or white space; write a prompt, or remove the row')
+    if any("\0" in text for text in texts_in(everything)):
+        raise UserError(f"{where} holds the character NUL, which no text has; write it without, or remove the row")
+
+
 @contextmanager
 def in_row(where: str) -> Iterator[None]:
     """Put a row's name before the sentence of a UserError."""
@@ -187,7 +233,7 @@ def in_row(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
-def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileData) -> tuple[Written, tuple[ImageFile, ...]]:
+def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileSettings) -> tuple[Written, tuple[ImageFile, ...]]:
     """Return a prompt with places for its images, and the images."""
 
     def read(value: Any) -> ImageFile:
@@ -203,9 +249,9 @@ def _with_images(prompt: Written, columns: dict[str, Any], cfg: FileData) -> tup
     return placed, tuple(reader.images)
 
 
-def _column(columns: dict[str, Any], setting: str, name: str, where: str) -> Any:
+def _column(columns: dict[str, Any], setting: str, name: str, where: str, *, remedy: str | None = None) -> Any:
     if name not in columns:
-        remedy = f'; set {setting} = "" if the data has none' if setting != "prompt_column" else ""
+        remedy = f'; set {setting} = "" if the data has none' if remedy is None else remedy
         raise UserError(
             f'{where} has no column "{name}" ({setting}); it has {", ".join(columns) or "none"}'
             f"{_did_you_mean(name, columns)}{remedy}"
@@ -224,19 +270,13 @@ def _text(value: Any, column: str, where: str) -> str:
 def _prompt(value: Any, column: str, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+    if isinstance(value, list) and value and all(is_message(message) for message in value):
         return value
     given = "empty" if value in ("", []) else f"{type(value).__name__}: {str(value)[:80]}"
     raise UserError(
         f'{where}: "{column}" must be a string or a list of chat messages '
         f'{{"role": ..., "content": ...}}, but it is {given}'
     )
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
 
 
 def _has_text(prompt: Written) -> bool:
@@ -366,7 +406,7 @@ def _require_repeatable(task: str) -> None:
         )
 
 
-def import_library(cfg: FileData | ReasoningGymData) -> None:
+def import_library(cfg: FileSettings | ReasoningGymData) -> None:
     """Import the library that generates a source's rows; there is none for files. Raises UserError without it."""
     if isinstance(cfg, ReasoningGymData):
         _data_sets()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import DataConfig, HeldOutConfig
+from spmdrl.config import HeldOutPromptsConfig, PromptsConfig
 from spmdrl.conversation import Message, is_conversation
 from spmdrl.data.conversations import asked
 from spmdrl.data.images import ImageFile
@@ -79,6 +79,15 @@ class Encoded:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerLimit:
+    """The longest answer of a comparison."""
+
+    num_tokens: Callable[[Row], int]  # of the longer of a row's two answers
+    most: int
+    setting: str  # that says so
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEncoder:
     """Turns rows into token ids, under the length limit."""
@@ -89,6 +98,7 @@ class PromptEncoder:
     raw_control_text: Callable[[Written], str | None]  # in a prompt that no template renders
     max_prompt_tokens: int
     overlong: Literal["error", "drop"]
+    answers: AnswerLimit | None = None  # None: nothing but prompts is limited here
 
     def __call__(self, row: Row) -> Encoded | None:
         """Return the prompt, whose images are stored, or None when it is too long and `overlong` is "drop"."""
@@ -103,7 +113,7 @@ class PromptEncoder:
         with in_row(row.where):
             for image in row.later_images:  # which must be such that they can be shown, whatever their size
                 self.images.num_tokens(image)
-            return self._fits(row, self._tokens(row)[0])
+            return self._fits(row, self._tokens(row)[0]) and self._answers_fit(row)
 
     def spans(self, images: Iterable[ImageFile]) -> tuple[ImageSpan, ...]:
         """Keep the pixels of images, and return the placeholders of each, the first of which is token 0."""
@@ -112,6 +122,17 @@ class PromptEncoder:
     def _tokens(self, row: Row) -> tuple[tuple[int, ...], str]:
         """Return token ids, one for each image, and their text."""
         return self.encode(row.prompt, place=self.images.placeholder if row.images else None)
+
+    def _answers_fit(self, row: Row) -> bool:
+        limit = self.answers
+        if limit is None or (num_tokens := limit.num_tokens(row)) <= limit.most:
+            return True
+        if self.overlong == "drop":
+            return False
+        raise UserError(
+            f"an answer has {num_tokens} tokens, more than {limit.setting} = {limit.most}; raise it, or set "
+            'data.overlong = "drop"'
+        )
 
     def _fits(self, row: Row, token_ids: Sequence[int]) -> bool:
         num_tokens = len(token_ids) + sum(self.images.num_tokens(image) - 1 for image in row.images)
@@ -128,12 +149,14 @@ class PromptEncoder:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """A prompt and what is to be imitated: the response to it, and perhaps more of the conversation."""
+    """A prompt and what is to be imitated: the response to it, and perhaps more of the conversation. In a comparison
+    that is preferred to something else."""
 
     prompt: Prompt
     where: str  # for messages: "train.jsonl line 12"
     exchanges: tuple[Exchange, ...]  # the first has no messages
     images: tuple[ImageSpan, ...] = ()  # of the exchanges, in order; the first placeholder of each is token 0
+    rejected: tuple[Exchange, ...] = ()  # what would be worse
 
 
 class PromptStream:
@@ -249,7 +272,7 @@ def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> TrainingPair:
         )
     with in_row(row.where):
         images = encoder.spans(row.later_images)
-    return TrainingPair(prompt, row.where, (Exchange((), row.response), *row.later), images)
+    return TrainingPair(prompt, row.where, row.exchanges, images, row.rejected)
 
 
 def _last_said(row: Row) -> str:
@@ -342,20 +365,21 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
 
 
 def make_training_stream(
-    cfg: DataConfig,
-    held_out_cfg: HeldOutConfig | None,
+    cfg: PromptsConfig,
+    held_out_cfg: HeldOutPromptsConfig | None,
     *,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
+    answers: AnswerLimit | None = None,
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
 
-    `tools` are the schemas that chat templates show, `images` what becomes of images.
+    `tools` are the schemas that chat templates show, `images` what becomes of images, `answers` limits comparisons.
     """
-    encoder = _encoder_of(cfg, tokenizer, tools, images)
+    encoder = _encoder_of(cfg, tokenizer, tools, images, answers)
     held_outs = _held_out_of(held_out_cfg, form, encoder) if held_out_cfg else ()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place), form=form) for place, source in enumerate(cfg.sources)],
@@ -366,34 +390,39 @@ def make_training_stream(
 
 
 def make_held_out(
-    cfg: DataConfig,
-    held_out_cfg: HeldOutConfig,
+    cfg: PromptsConfig,
+    held_out_cfg: HeldOutPromptsConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema] = (),
     form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
+    answers: AnswerLimit | None = None,
 ) -> HeldOutPrompts:
     """Make the held-out prompts; `prompt_id` counts from 0.
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
-    encoder = _encoder_of(cfg, tokenizer, tools, images)
+    encoder = _encoder_of(cfg, tokenizer, tools, images, answers)
     return HeldOutPrompts(_held_out_of(held_out_cfg, form, encoder), encoder)
 
 
-def _held_out_of(held_out_cfg: HeldOutConfig, form: RowTransform, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
-    entries = held_out_cfg.sources
+def _held_out_of(cfg: HeldOutPromptsConfig, form: RowTransform, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
+    entries = cfg.sources
     return held_out_rows(
         [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],
         weights=[source.weight for source in entries],
         encoder=encoder,
-        count=held_out_cfg.num_prompts,
+        count=cfg.num_prompts,
     )
 
 
 def _encoder_of(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema], images: ImageIntake
+    cfg: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Schema],
+    images: ImageIntake,
+    answers: AnswerLimit | None,
 ) -> PromptEncoder:
     has_template = uses_template(tokenizer, cfg.chat_template)
     return PromptEncoder(
@@ -405,4 +434,5 @@ def _encoder_of(
         raw_control_text=functools.partial(raw_control_text, tokenizer, chat_template=cfg.chat_template),
         max_prompt_tokens=cfg.max_prompt_tokens,
         overlong=cfg.overlong,
+        answers=answers,
     )

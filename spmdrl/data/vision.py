@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 # The name at the top asks for torchvision before 5.19, which the class does not need.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from spmdrl.config import DataConfig
+from spmdrl.config import PromptsConfig
 from spmdrl.config.strict import shown
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
@@ -86,7 +86,7 @@ class ImageCounter:
     """Counts the tokens of images for a vision model, with the processor in its directory."""
 
     def __init__(
-        self, family: VisionFamily, model_dir: str, cfg: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+        self, family: VisionFamily, model_dir: str, cfg: PromptsConfig, *, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._family, self._model_dir, self._cfg, self._tokenizer = family, model_dir, cfg, tokenizer
 
@@ -153,7 +153,7 @@ class ImageReader(ImageCounter):
         self,
         family: VisionFamily,
         model_dir: str,
-        cfg: DataConfig,
+        cfg: PromptsConfig,
         *,
         tokenizer: PreTrainedTokenizerBase,
         store: ImageStore,
@@ -200,7 +200,7 @@ class ImageReader(ImageCounter):
         return pixels, (1, side, side)
 
 
-def load_processor(model_dir: str, cfg: DataConfig) -> Any:
+def load_processor(model_dir: str, cfg: PromptsConfig) -> Any:
     """Load the processor of a model directory, with the limits of the settings. Raises UserError."""
     if not any(Path(model_dir, name).is_file() for name in _PROCESSOR_FILES):
         raise UserError(

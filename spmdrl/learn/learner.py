@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Metrics, scalars
-from spmdrl.config import Config, MismatchLimits, OptimConfig, SftConfig
+from spmdrl.config import Config, MismatchLimits, OptimConfig, TuningConfig
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import Meshes
@@ -167,7 +167,7 @@ class Learner:
 POLICY, CRITIC = "policy", "critic"
 
 
-def optimizers_of(cfg: Config | SftConfig) -> dict[str, OptimConfig]:
+def optimizers_of(cfg: Config | TuningConfig) -> dict[str, OptimConfig]:
     """The optimizer settings of each learner, by its name."""
     if isinstance(cfg, Config) and cfg.has_critic:
         return {POLICY: cfg.optim, CRITIC: cfg.critic_optim}

@@ -41,7 +41,7 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
     exceeded: that update changes no weights.
     """
     if step <= learner.frozen_steps:
-        return _measure(learner, mini_batches, meshes)
+        return measure(learner, mini_batches, meshes)
     first_number = (step - 1) * len(mini_batches) + 1
     beyond_kl_limit, is_first = False, True
     parts: list[Metrics] = []
@@ -58,8 +58,8 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
 
 
 @torch.no_grad()
-def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) -> Metrics:
-    """Compute the objective's metrics without an update."""
+def measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) -> Metrics:
+    """Compute the objective's metrics without an update; every rank that trains must call this."""
     device = torch.device(meshes.training.device_type)
     metrics: list[Metrics] = []
     for mini_batch in mini_batches:
@@ -68,7 +68,7 @@ def _measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) ->
             on_device = micro_batch.to(device)
             parts.append(_reduced(learner.objective(learner.model(micro_batch), on_device), on_device))
         metrics += fetched(parts)
-    reshard(learner.model)  # the critic is updated next, and needs the memory
+    reshard(learner.model)  # what computes next needs the memory
     return merge_all(metrics) if meshes.is_data_leader else {}
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, TuningConfig
 from spmdrl.config.plan import Plan
 from spmdrl.memory.activations import Level
 
@@ -91,25 +91,25 @@ def block_workspace_bytes(tower: Tower, *, level: Level, num_patches: int, compu
     return num_patches * (every - saved + 3 * compute_bytes * (tower.mlp_width + tower.hidden))
 
 
-def shown_tokens(cfg: Config | SftConfig, run: Plan, *, num_sequences: int) -> int:
+def shown_tokens(cfg: Config | TuningConfig, run: Plan, *, num_sequences: int) -> int:
     """Count the placeholders of `num_rows` sequences at most: all tokens of their prompts show images, and the prompts
     differ where a rank's share has as many."""
     prompts = min(run.prompts_per_step, math.ceil(run.rollouts_per_step / run.num_shares))
     return min(num_sequences, prompts) * cfg.data.max_prompt_tokens
 
 
-def step_tokens(cfg: Config | SftConfig, run: Plan) -> int:
+def step_tokens(cfg: Config | TuningConfig, run: Plan) -> int:
     """Count the placeholders of a step on one rank at most."""
     return shown_tokens(cfg, run, num_sequences=run.rollouts_per_step)
 
 
-def features_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan, *, compute_bytes: int) -> int:
+def features_bytes(tower: Tower, cfg: Config | TuningConfig, run: Plan, *, compute_bytes: int) -> int:
     """Bytes of features that a rank holds on the host at most. Nobody knows how many images an environment shows: they
     come on top."""
     return step_tokens(cfg, run) * tower.features_elements * compute_bytes
 
 
-def pixels_bytes(tower: Tower, cfg: Config | SftConfig, run: Plan) -> int:
+def pixels_bytes(tower: Tower, cfg: Config | TuningConfig, run: Plan) -> int:
     """Bytes of float32 pixels that a rank holds on the host at most, for a tower that encodes in every pass."""
     return step_tokens(cfg, run) * tower.patches_per_token * tower.patch_values * _FLOAT32
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, TuningConfig
 from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan
 from spmdrl.memory.activations import Decoder, forward_bytes
@@ -63,14 +63,14 @@ class Overhead:
 
 
 def device_overheads(
-    cfg: Config | SftConfig, run: Plan, decoder: Decoder, *, compute_bytes: int
+    cfg: Config | TuningConfig, run: Plan, decoder: Decoder, *, compute_bytes: int
 ) -> tuple[Overhead, Overhead]:
     """Count for the device of a rank that trains, and for that of a rank that holds an engine.
 
     They are one when every rank does both. `compute_bytes` is the size of an element of the compute dtype.
     """
     training = _process(num_communicators(cfg, run))
-    if isinstance(cfg, SftConfig) or engine_facts(cfg.rollout.engine).in_process:
+    if isinstance(cfg, TuningConfig) or engine_facts(cfg.rollout.engine).in_process:
         overhead = Overhead(rank=training)
         return overhead, overhead
     graphs = {"engine graphs": graph_bytes(cfg)}
@@ -88,7 +88,7 @@ def device_overheads(
     return Overhead(rank=training), apart
 
 
-def num_communicators(cfg: Config | SftConfig, run: Plan) -> int:
+def num_communicators(cfg: Config | TuningConfig, run: Plan) -> int:
     """Count the groups over which a rank that trains communicates on its device; one rank alone needs none.
 
     NCCL takes a group's buffers when it first communicates, so groups that never do are left out. The others are made

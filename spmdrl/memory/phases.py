@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from spmdrl.config import Config, SftConfig
+from spmdrl.config import Config, TuningConfig
 from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.memory.activations import (
@@ -44,14 +44,14 @@ from spmdrl.memory.images import (
     shown_tokens,
 )
 from spmdrl.memory.overhead import Parts
-from spmdrl.memory.phase import PhaseMemory, Rank, not_empty
+from spmdrl.memory.phase import PhaseMemory, Rank
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
 _FLOAT32 = 4
 
 
-def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
+def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]:
     """List the phases of a rank that trains and holds no engine, in the order of a run."""
     memory, host, trainer = rank.memory, _host(cfg, rank), _trainer(rank)
     bases, critic = [size.base_bytes(rank.compute_bytes) for size in rank.trained], rank.for_critic()
@@ -60,12 +60,14 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
         "files": max(size.shard + size.quantized for size in rank.trained) * rank.file_bytes,
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
+        "reference": host["reference"],
     }
     beside, tower = rank.overhead.while_training, rank.frozen_tower
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
         *([PhaseMemory.of("images", trainer | _looking(cfg, rank, tower), host, beside)] if tower else []),
+        *([_logprobs_phase(cfg, rank, host)] if isinstance(cfg, TuningConfig) and cfg.has_reference else []),
         _update_phase("forward-backward", cfg, rank, host),
         *([_update_phase("critic", cfg, critic, host)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),
@@ -84,14 +86,14 @@ def training_phases(cfg: Config | SftConfig, rank: Rank) -> list[PhaseMemory]:
     return phases
 
 
-def _update_phase(name: str, cfg: Config | SftConfig, rank: Rank, host: Parts) -> PhaseMemory:
+def _update_phase(name: str, cfg: Config | TuningConfig, rank: Rank, host: Parts) -> PhaseMemory:
     """Return the phase of forward and backward of one model, in which the allocator has most blocks it cannot use."""
     device = _trainer(rank) | _update(cfg, rank)
     unused = {"unused blocks": _unused_blocks(cfg, rank, device)} if rank.on_gpu else {}
     return PhaseMemory.of(name, device, host, {**rank.overhead.while_training, **unused})
 
 
-def _unused_blocks(cfg: Config | SftConfig, rank: Rank, device: Parts) -> int:
+def _unused_blocks(cfg: Config | TuningConfig, rank: Rank, device: Parts) -> int:
     """Bytes that torch's allocator reserves beside these tensors of forward and backward."""
     size, model, decoder = rank.size, cfg.model, rank.decoder.split(cfg.parallel.tp)
     element = micro_batch_tokens(cfg, rank.run) * rank.compute_bytes  # of every token
@@ -129,15 +131,16 @@ def phase_memory(cfg: Config, rank: Rank, plan: MemoryPlan) -> list[PhaseMemory]
     return [*_phases(cfg, rank, plan)]
 
 
-def copy_ranks(cfg: Config | SftConfig, run: Plan) -> int:
+def copy_ranks(cfg: Config | TuningConfig, run: Plan) -> int:
     """Count the ranks that hold one copy of the policy together."""
     return run.training_ranks // cfg.parallel.dp_replicate
 
 
-def micro_batch_tokens(cfg: Config | SftConfig, run: Plan) -> int:
+def micro_batch_tokens(cfg: Config | TuningConfig, run: Plan) -> int:
     """Count the tokens of one rank's chunk of a full micro-batch."""
     budget = run.max_tokens_per_micro_batch or (run.sequences_per_micro_batch or 0) * run.max_sequence_tokens
-    whole_mini_batch = math.ceil(run.rollouts_per_mini_batch / run.num_shares) * run.max_sequence_tokens
+    sequences = math.ceil(run.rollouts_per_mini_batch / run.num_shares) * run.sequences_together
+    whole_mini_batch = sequences * run.max_sequence_tokens
     return math.ceil(min(budget, whole_mini_batch) / cfg.parallel.cp)
 
 
@@ -159,7 +162,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
         )
 
     beside = rank.overhead.while_training
-    yield dataclasses.replace(load, host={**load.host, **not_empty({"reference": more_host["reference"]})})
+    yield load
     refit = PhaseMemory("refit", {}, alone, beside)
     rollout = PhaseMemory("rollout", {}, alone, rank.engine_overhead.while_sampling)
     yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, _engine_in_refit(cfg, plan)))
@@ -169,13 +172,17 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
     )
     if needs_old or cfg.has_reference or rank.critic:
-        logprobs = PhaseMemory("logprobs", _trainer(rank) | _logprobs(cfg, rank), alone, beside)
-        yield with_engine(logprobs, awake, engine_bytes=plan.engine_keeps)
+        yield with_engine(_logprobs_phase(cfg, rank, alone), awake, engine_bytes=plan.engine_keeps)
     for phase in training:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)
 
 
-def _looking(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> dict[str, int]:
+def _logprobs_phase(cfg: Config | TuningConfig, rank: Rank, host: Parts) -> PhaseMemory:
+    """Return the phase of forward passes without gradients."""
+    return PhaseMemory("logprobs", _trainer(rank) | _logprobs(cfg, rank), host, rank.overhead.while_training)
+
+
+def _looking(cfg: Config | TuningConfig, rank: Rank, tower: Tower) -> dict[str, int]:
     """Parts of the device for a pass of the tower; the root is gathered with it."""
     patches = cfg.pack.max_patches_per_pass
     return {
@@ -189,7 +196,7 @@ def _trainer(rank: Rank) -> dict[str, int]:
     return {"weights": rank.memory.weights, "optimizer": rank.memory.optimizer}
 
 
-def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Parts of the host that a training process holds from its first step on."""
     weights = sum(size.stepped for size in rank.trained) * _FLOAT32
     state = weights * states_per_weight(cfg.optim)
@@ -201,6 +208,7 @@ def _host(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
+        "reference": rank.size.shard * _FLOAT32 if cfg.loads_reference else 0,
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
         "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
         if rank.frozen_tower
@@ -214,12 +222,11 @@ def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, in
     in_shared_memory = cfg.refit.transport == "shared_memory"
     return {
         "sleeping trainer": plan.moved,
-        "reference": rank.size.shard * _FLOAT32 if cfg.loads_reference else 0,
         "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if in_shared_memory else 0,
     }
 
 
-def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
+def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device for forward passes without gradients.
 
     The policy's root stays gathered while the reference computes, and the critic after it.
@@ -233,7 +240,7 @@ def _logprobs(cfg: Config, rank: Rank) -> dict[str, int]:
     }
 
 
-def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+def _update(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device that forward and backward of one model add.
 
     Copies of a model sum gradients that FSDP frees only after the last; those of the micro-batch before wait meanwhile.
@@ -246,7 +253,7 @@ def _update(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     } | _backward(cfg, rank)
 
 
-def _gathered(cfg: Config | SftConfig, rank: Rank, *, trainable: bool = True) -> int:
+def _gathered(cfg: Config | TuningConfig, rank: Rank, *, trainable: bool = True) -> int:
     """Count the weights of a model that are gathered at the same time; a tower computes before and after the layers."""
     in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.trained_tower
     if tower is None:
@@ -261,7 +268,7 @@ def _gathered_in_tower(tower: Tower) -> int:
     return tower.parameters - max(0, tower.num_blocks - 2) * tower.block_parameters
 
 
-def _forward(cfg: Config, rank: Rank) -> int:
+def _forward(cfg: Config | TuningConfig, rank: Rank) -> int:
     """Bytes at the peak of a forward pass without gradients: in a layer, or at the head."""
     tokens = micro_batch_tokens(cfg, rank.run)
     layer = forward_bytes(rank.decoder.split(cfg.parallel.tp), compute_bytes=rank.compute_bytes, num_tokens=tokens)
@@ -274,14 +281,14 @@ def _forward(cfg: Config, rank: Rank) -> int:
     return max(layer, looking, tokens * rank.decoder.hidden * rank.compute_bytes + _logits(cfg, rank))
 
 
-def _micro_batch_patches(cfg: Config | SftConfig, rank: Rank, tower: Tower) -> int:
+def _micro_batch_patches(cfg: Config | TuningConfig, rank: Rank, tower: Tower) -> int:
     """Count the patches of the images of a full micro-batch, all of which every rank of cp and tp encodes."""
     tokens = micro_batch_tokens(cfg, rank.run) * cfg.parallel.cp
     sequences = math.ceil(tokens / rank.run.max_sequence_tokens)
     return shown_tokens(cfg, rank.run, num_sequences=sequences) * tower.patches_per_token
 
 
-def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+def _backward(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device at the largest of four moments, without weights, gradient shards and gathered weights.
 
     At the head: a tile of logits, and the gradient of the head's [V, D] weight. In the last layer, with the activations
@@ -342,7 +349,7 @@ def _backward(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
-def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: ActivationSettings) -> tuple[int, int, int]:
+def _tower_in_backward(cfg: Config | TuningConfig, rank: Rank, settings: ActivationSettings) -> tuple[int, int, int]:
     """Return bytes of a trained tower's activations, of the backward pass of one block, and of the whole gradients of
     what is outside its blocks and of two that are being reduced to shards; 0 where no tower is trained."""
     tower, b = rank.trained_tower, rank.compute_bytes
@@ -356,7 +363,7 @@ def _tower_in_backward(cfg: Config | SftConfig, rank: Rank, settings: Activation
     return saved, block, (_FLOAT32 + b) * _gathered_in_tower(tower)
 
 
-def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
+def _logits(cfg: Config | TuningConfig, rank: Rank) -> int:
     return logits_bytes(
         rank.decoder,
         num_tokens=micro_batch_tokens(cfg, rank.run),
@@ -368,7 +375,7 @@ def _logits(cfg: Config | SftConfig, rank: Rank) -> int:
     )
 
 
-def _visiting_state(cfg: Config | SftConfig, rank: Rank) -> dict[str, int]:
+def _visiting_state(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Part of the device for optimizer state that lives on the host: the state of one block of weights."""
     if not cfg.optim.state_on_host:
         return {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, Section, SftConfig
+from spmdrl.config import Config, Section, TuningConfig
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
@@ -31,9 +31,9 @@ class TriedEnvironment:
     tools: Sequence[dict[str, Any]] = ()  # schemas of what the policy can call
 
 
-def open_environment(cfg: Config | SftConfig, exits: ExitStack) -> TriedEnvironment:
+def open_environment(cfg: Config | TuningConfig, exits: ExitStack) -> TriedEnvironment:
     """Start the environment's processes until `exits` closes. Raises UserError when it cannot be loaded."""
-    if isinstance(cfg, SftConfig) or cfg.environment is None or cfg.debug.load_rollouts is not None:
+    if isinstance(cfg, TuningConfig) or cfg.environment is None or cfg.debug.load_rollouts is not None:
         return TriedEnvironment()
     _require_settings(cfg.environment)
     client = exits.enter_context(open_environments(cfg.environment))
@@ -50,7 +50,7 @@ def _require_settings(section: Section) -> None:
 
 
 def environment_problems(
-    cfg: Config | SftConfig,
+    cfg: Config | TuningConfig,
     environment: TriedEnvironment,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: frozenset[int],
@@ -61,7 +61,7 @@ def environment_problems(
 
     Raises UserError when the reset with the first prompt fails, or shows an image that cannot be read.
     """
-    if isinstance(cfg, SftConfig) or cfg.environment is None or environment.client is None:
+    if isinstance(cfg, TuningConfig) or cfg.environment is None or environment.client is None:
         return
     yield from parser_problems(cfg)
     (prompt,) = prompts.take(0, 1)
@@ -80,7 +80,7 @@ def environment_problems(
 # Checks of what a model that looks at images can be trained with.
 
 
-def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]:
+def vision_problems(cfg: Config | TuningConfig, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each setting that a model with a tower does not support."""
     family = vision_family(model_config)
     if family is None:
@@ -90,7 +90,7 @@ def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]
             f'parallel.cp_style = "{cfg.parallel.cp_style}", but the tokens of an image of {family.model_type} see '
             'each other, and chunks could divide them; set it to "ulysses", or cp = 1'
         )
-    if isinstance(cfg, SftConfig):
+    if isinstance(cfg, TuningConfig):
         return
     if cfg.true_on_policy:
         yield (
@@ -104,7 +104,7 @@ def vision_problems(cfg: Config | SftConfig, model_config: Any) -> Iterator[str]
         )
 
 
-def decoded_lines(cfg: Config | SftConfig, inputs: Inputs) -> Iterator[str]:
+def decoded_lines(cfg: Config | TuningConfig, inputs: Inputs) -> Iterator[str]:
     """Decode the images of the first step, for --dry-run, and yield a line that counts those that differ.
 
     Before, only the beginning of a training image's file is read. Raises UserError with the row of one that is damaged.
@@ -112,7 +112,7 @@ def decoded_lines(cfg: Config | SftConfig, inputs: Inputs) -> Iterator[str]:
     if inputs.images.store is None:
         return
     stream, num_prompts = inputs.prompts, inputs.plan.prompts_per_step
-    if isinstance(cfg, SftConfig):
+    if isinstance(cfg, TuningConfig):
         shown = [(*pair.prompt.images, *pair.images) for pair in stream.pairs(0, num_prompts)]
     else:
         shown = [prompt.images for prompt in stream.take(0, num_prompts)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, SftConfig
+from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, TuningConfig
 from spmdrl.config.plan import plan_run
 from spmdrl.dist.session import rank_device
 from spmdrl.memory.activations import Decoder
@@ -112,10 +112,10 @@ class Prediction:
     problems: list[str]  # sentences about what cannot fit even without activations
 
 
-def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Prediction:
+def predict(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Prediction:
     """Predict the memory of a run on `num_ranks` ranks. Raises UserError when the settings do not form a valid run."""
     rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
-    if isinstance(cfg, SftConfig):
+    if isinstance(cfg, TuningConfig):
         problems = [*training_problems(rank.memory, rank.overhead, device_bytes=device_bytes)]
         return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
     bucket = bucket_bytes(cfg.refit, device_bytes=device_bytes if on_gpu else None)
@@ -143,7 +143,7 @@ def predict(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_byt
     return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)
 
 
-def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Prediction:
+def predict_here(cfg: Config | TuningConfig, model: Model, *, num_ranks: int) -> Prediction:
     """Predict the memory of a run on this rank's device. Raises UserError where it has none, like `rank_device`."""
     device = rank_device()
     on_gpu = device.type == "cuda"
@@ -156,7 +156,7 @@ def predict_here(cfg: Config | SftConfig, model: Model, *, num_ranks: int) -> Pr
     return predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
 
 
-def describe_rank(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
+def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_bytes: int, on_gpu: bool) -> Rank:
     """Describe one of `num_ranks` ranks of a run. Raises UserError when the settings do not form a valid run."""
     run = plan_run(cfg, num_ranks=num_ranks)
     size = model.size(cfg.parallel, num_training=run.training_ranks)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import FileData, MissingSetting, Section, SectionT
+from spmdrl.config import FileSettings, MissingSetting, Section, SectionT
 from spmdrl.config.strict import shown
 from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
@@ -44,7 +44,7 @@ def located(cfg: SectionT) -> tuple[SectionT, list[str]]:
         if (sources := _get(_get(cfg, table), "sources")) is not None:
             places = tuple(
                 source.model_copy(update={"path": found(data_file, source.path, f"{table}.sources.{place}.path")})
-                if isinstance(source, FileData)
+                if isinstance(source, FileSettings)
                 else source
                 for place, source in enumerate(sources)
             )

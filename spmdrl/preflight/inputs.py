@@ -13,14 +13,30 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, FunctionReward, HeldOutConfig, MissingSetting, ModelConfig, SftConfig
+from spmdrl.config import (
+    Config,
+    FunctionReward,
+    HeldOutPromptsConfig,
+    MissingSetting,
+    ModelConfig,
+    PreferencesConfig,
+    SftConfig,
+    TuningConfig,
+)
 from spmdrl.config.engines import ENGINES
 from spmdrl.config.plan import Plan, plan_problems, plan_run
 from spmdrl.config.strict import shown
 from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.image_store import open_image_store
 from spmdrl.data.sources import RowTransform, open_source
-from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair, make_held_out, make_training_stream
+from spmdrl.data.stream import (
+    AnswerLimit,
+    HeldOutPrompts,
+    PromptStream,
+    TrainingPair,
+    make_held_out,
+    make_training_stream,
+)
 from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
@@ -53,6 +69,8 @@ from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs, kernel_of_run
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
+from spmdrl.step.pair_data import answer_limit
+from spmdrl.step.sft_data import PairEncoder
 from spmdrl.types import UserError
 
 T = TypeVar("T")
@@ -65,7 +83,7 @@ def raise_all(sentences: Sequence[str]) -> None:
 
 
 def open_inputs(
-    cfg: Config | SftConfig, *, num_ranks: int, refuse: Callable[[Sequence[str]], None] = raise_all
+    cfg: Config | TuningConfig, *, num_ranks: int, refuse: Callable[[Sequence[str]], None] = raise_all
 ) -> Inputs:
     """Open model config, tokenizer and data, and derive the plan.
 
@@ -105,8 +123,9 @@ def open_inputs(
     found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
     with ExitStack() as exits:
         environment = found.get(open_environment, cfg, exits)
-        prompts = found.get(_open_prompts, cfg, tokenizer, environment, images)
-        held_out = found.get(_open_held_out, cfg, tokenizer, environment, images)
+        answers = found.get(_open_answer_limit, cfg, tokenizer, stops, images)
+        prompts = found.get(_open_prompts, cfg, tokenizer, environment, images, answers=answers)
+        held_out = found.get(_open_held_out, cfg, tokenizer, environment, images, answers=answers)
         pairs = found.get(_open_held_out_pairs, cfg, held_out)
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
@@ -170,26 +189,26 @@ class _OpenedModel:
     is_critic: bool = False
 
 
-def _open_policy(cfg: Config | SftConfig) -> _OpenedModel:
+def _open_policy(cfg: Config | TuningConfig) -> _OpenedModel:
     return _OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, load_model_config(cfg.model))
 
 
-def _open_critic(cfg: Config | SftConfig, policy: _OpenedModel) -> _OpenedModel | None:
-    if isinstance(cfg, SftConfig) or not cfg.has_critic:
+def _open_critic(cfg: Config | TuningConfig, policy: _OpenedModel) -> _OpenedModel | None:
+    if isinstance(cfg, TuningConfig) or not cfg.has_critic:
         return None
     config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
     return _OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, is_critic=True)
 
 
-def _open_plan(cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel) -> Plan:
+def _open_plan(cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel) -> Plan:
     return with_costs(plan_run(cfg, num_ranks=num_ranks), cfg.pack, cfg.model, policy.config)
 
 
-def _open_tokenizer(cfg: Config | SftConfig, policy: _OpenedModel) -> PreTrainedTokenizerBase:
+def _open_tokenizer(cfg: Config | TuningConfig, policy: _OpenedModel) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
+def _open_images(cfg: Config | TuningConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
     """Return what becomes of the images of prompts and environments."""
     family = vision_family(policy.config)
     if family is None:
@@ -206,8 +225,21 @@ def _open_images(cfg: Config | SftConfig, policy: _OpenedModel, tokenizer: PreTr
     return ImageReader(family, cfg.model.path, cfg.data, tokenizer=tokenizer, store=store)
 
 
+def _open_answer_limit(
+    cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int], images: ImageIntake
+) -> AnswerLimit | None:
+    if not isinstance(cfg, PreferencesConfig):
+        return None
+    return answer_limit(cfg, PairEncoder(cfg, tokenizer, stops, images))
+
+
 def _open_prompts(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: ImageIntake
+    cfg: Config | TuningConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: TriedEnvironment,
+    images: ImageIntake,
+    *,
+    answers: AnswerLimit | None = None,
 ) -> PromptStream:
     held_out = _held_out_table(cfg)
     if isinstance(cfg, Config) and cfg.debug.load_rollouts is not None and isinstance(images, ImageReader):
@@ -220,32 +252,46 @@ def _open_prompts(
         tools=environment.tools,
         form=_form(cfg),
         images=images,
+        answers=answers,
     )
     prompts.take(0, 1)
     return prompts
 
 
 def _open_held_out(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, environment: TriedEnvironment, images: ImageIntake
+    cfg: Config | TuningConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    environment: TriedEnvironment,
+    images: ImageIntake,
+    *,
+    answers: AnswerLimit | None = None,
 ) -> HeldOutPrompts:
     table = _held_out_table(cfg)
     if table is None:
         return HeldOutPrompts()
-    return make_held_out(cfg.data, table, tokenizer=tokenizer, tools=environment.tools, form=_form(cfg), images=images)
+    return make_held_out(
+        cfg.data,
+        table,
+        tokenizer=tokenizer,
+        tools=environment.tools,
+        form=_form(cfg),
+        images=images,
+        answers=answers,
+    )
 
 
-def _open_held_out_pairs(cfg: Config | SftConfig, held_out: HeldOutPrompts) -> list[TrainingPair]:
+def _open_held_out_pairs(cfg: Config | TuningConfig, held_out: HeldOutPrompts) -> list[TrainingPair]:
     if isinstance(cfg, Config) or cfg.held_out is None or cfg.held_out.every == "never":
         return []
     return held_out.pairs()
 
 
-def _form(cfg: Config | SftConfig) -> RowTransform:
+def _form(cfg: Config | TuningConfig) -> RowTransform:
     return partial(imitated, turns=cfg.sft.turns) if isinstance(cfg, SftConfig) else asked
 
 
 def _conversation_problems(
-    cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]
+    cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]
 ) -> Iterator[str]:
     """Yield a sentence for each reason why a conversation cannot go on after a response that is imitated."""
     if isinstance(cfg, SftConfig) and cfg.sft.turns == "all":
@@ -253,11 +299,11 @@ def _conversation_problems(
         yield from turns.problems({"user"})
 
 
-def _held_out_table(cfg: Config | SftConfig) -> HeldOutConfig | None:
-    return cfg.held_out if isinstance(cfg, SftConfig) else cfg.eval
+def _held_out_table(cfg: Config | TuningConfig) -> HeldOutPromptsConfig | None:
+    return cfg.held_out if isinstance(cfg, TuningConfig) else cfg.eval
 
 
-def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _stop_tokens(cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     if isinstance(cfg, Config) and cfg.rollout.stop_token_ids:
         unknown = [token for token in cfg.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
         if unknown:
@@ -269,7 +315,7 @@ def _stop_tokens(cfg: Config | SftConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _predict(
-    cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, critic: _OpenedModel | None
+    cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel, *, critic: _OpenedModel | None
 ) -> Prediction:
     """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
@@ -280,7 +326,7 @@ def _predict(
     return prediction
 
 
-def _time_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _time_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     end = cfg.run.stop_before
     if end is None:
         return
@@ -292,17 +338,17 @@ def _time_problems(cfg: Config | SftConfig) -> Iterator[str]:
         yield f"run.stop_before = {end.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
 
 
-def _optimizer_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _optimizer_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     return optimizer_problems(cfg.optim)
 
 
-def _loss_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     if isinstance(cfg, Config):
         yield from policy_loss_problems(cfg)
         yield from advantage_problems(cfg)
 
 
-def _reward_file_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _reward_file_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     """Yield a sentence for each file of a reward that is missing; a sandboxed process tries the functions later."""
     for place, term in enumerate(cfg.reward.terms if isinstance(cfg, Config) else ()):
         if isinstance(term, FunctionReward):
@@ -311,18 +357,18 @@ def _reward_file_problems(cfg: Config | SftConfig) -> Iterator[str]:
                 yield f'reward.terms.{place}.function = "{term.function}": there is no file {file}'
 
 
-def _engine_class_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _engine_class_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     if isinstance(cfg, Config) and cfg.rollout.engine not in ENGINES and ":" in cfg.rollout.engine:
         yield from _refusals(engine_class, cfg.rollout.engine)
 
 
-def _attention_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _attention_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     device_type = default_device_type()
     dtype = compute_dtype(cfg.model.compute_dtype, device_type)
     return _refusals(choose_kernel, cfg.model.attention, device_type, dtype)
 
 
-def _folder_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _folder_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     folder = RunFolder(Path(cfg.run.dir, cfg.run.name))
     problems = [*folder.problems()]
     if not problems and os.environ.get("RANK", "0") == "0":  # the rank that will write them; they may be long
@@ -340,7 +386,7 @@ def _weight_problems(model: _OpenedModel) -> Iterator[str]:
         yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
 
 
-def _source_problems(cfg: Config | SftConfig) -> Iterator[str]:
+def _source_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     """Problems of the training data that show without a tokenizer."""
     for source in cfg.data.sources:
         yield from _refusals(partial(open_source, seed=0), source)
@@ -356,25 +402,25 @@ def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
         )
 
 
-def _rotary_problems(cfg: Config | SftConfig, plan: Plan, policy: _OpenedModel) -> Iterator[str]:
+def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: _OpenedModel) -> Iterator[str]:
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
 
 
-def _parallel_problems(cfg: Config | SftConfig, model: _OpenedModel) -> Iterator[str]:
+def _parallel_problems(cfg: Config | TuningConfig, model: _OpenedModel) -> Iterator[str]:
     return parallel_model_problems(model.config, model.cfg, cfg.parallel)
 
 
-def _adapter_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+def _adapter_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
     return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
-def _vision_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+def _vision_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
     yield from frozen_part_problems(policy.config, policy.cfg)
     yield from vision_problems(cfg, policy.config)
 
 
-def _rate_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+def _rate_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
     if cfg.lora is None:
         yield from own_rate_problems(policy.config, policy.cfg, cfg.optim.rates)
 
@@ -389,9 +435,9 @@ def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel
         )
 
 
-def _true_on_policy_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> Iterator[str]:
+def _true_on_policy_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
     """Reasons why engine and trainer could not compute the same bits here."""
-    if isinstance(cfg, SftConfig) or not cfg.true_on_policy:
+    if isinstance(cfg, TuningConfig) or not cfg.true_on_policy:
         return
     device_type = default_device_type()
     dtype = compute_dtype(cfg.model.compute_dtype, device_type)
@@ -407,7 +453,7 @@ def _true_on_policy_problems(cfg: Config | SftConfig, policy: _OpenedModel) -> I
 
 
 def _engine_problems(
-    cfg: Config | SftConfig, num_ranks: int, policy: _OpenedModel, *, stops: frozenset[int] | None
+    cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel, *, stops: frozenset[int] | None
 ) -> Iterator[str]:
     if isinstance(cfg, Config):
         yield from sampling_problems(cfg, policy.config, stops, num_ranks=num_ranks, device_type=default_device_type())

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.checkpoint import ResumePoint, preview_resume_point
 from spmdrl.checkpoint.manifest import folder_of
-from spmdrl.config import Config, MissingSetting, SftConfig, read_draft
+from spmdrl.config import Config, MissingSetting, TuningConfig, read_draft
 from spmdrl.config.read import read_fields
 from spmdrl.config.strict import shown
 from spmdrl.data.sources import import_library
@@ -120,7 +120,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _print_dry_run(
-    cfg: Config | SftConfig, inputs: Inputs, folder: RunFolder, origin: ResumePoint, checked: Sequence[str]
+    cfg: Config | TuningConfig, inputs: Inputs, folder: RunFolder, origin: ResumePoint, checked: Sequence[str]
 ) -> None:
     say("# configuration\n" + tomlkit.dumps(cfg.model_dump(exclude_none=True)))
     say(f"# run folder\n{shown(folder.path)}\n")

@@ -2,6 +2,7 @@
 
 step            every rank knows index, lengths and reward of all its sequences (`SequenceInfo`)
   mini-batch    the rollouts behind one optimizer step, with all their sequences: whole prompt groups
+    unit        what stays in one micro-batch: a sequence, or the two of a pair
     share       the sequences of one place on the data mesh; the cp x tp ranks at that place get the same ones
       micro-batch    sequences laid end to end within the token budget; the same number in every share
 """
@@ -153,7 +154,17 @@ def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceIn
 
 def _shares(mini_batch: list[SequenceInfo], plan: Plan, num_places: int) -> list[list[SequenceInfo]]:
     """Divide a mini-batch into one share for each place on the data mesh, of about the same cost."""
-    return [[mini_batch[i] for i in share] for share in balance(_costs(mini_batch, plan), num_places)]
+    units = _units(mini_batch, plan)
+    return [_joined(units[i] for i in share) for share in balance(_unit_costs(units, plan), num_places)]
+
+
+def _units(infos: list[SequenceInfo], plan: Plan) -> list[tuple[SequenceInfo, ...]]:
+    """Divide sequences, in their global order, into those that stay in one micro-batch: single ones, or pairs."""
+    return list(zip(*[iter(infos)] * plan.sequences_together, strict=True))
+
+
+def _unit_costs(units: list[tuple[SequenceInfo, ...]], plan: Plan) -> list[int]:
+    return [sum(_costs(list(unit), plan)) for unit in units]
 
 
 def _costs(infos: list[SequenceInfo], plan: Plan) -> list[int]:
@@ -168,17 +179,21 @@ def _bins(shares: list[list[SequenceInfo]], plan: Plan, *, multiple: int) -> lis
     Every share gets the same number, because all ranks must run the same number of forwards: that of the share that
     needs most. Some may be empty.
     """
+    in_each = plan.sequences_per_micro_batch
     limits: dict[str, int | None] = {
         "max_tokens": plan.max_tokens_per_micro_batch,
-        "sequences_per_micro_batch": plan.sequences_per_micro_batch,
+        "sequences_per_micro_batch": None if in_each is None else in_each // plan.sequences_together,
     }
-    lengths = [[info.num_tokens for info in share] for share in shares]
+    of_shares = [_units(share, plan) for share in shares]
+    lengths = [[sum(info.num_tokens for info in unit) for unit in units] for units in of_shares]
     number = max(num_micro_batches(of_share, **limits, multiple=multiple) for of_share in lengths)
     packed = [
-        pack(of_share, **limits, min_bins=number, multiple=multiple, costs=_costs(share, plan))
-        for share, of_share in zip(shares, lengths, strict=True)
+        pack(of_share, **limits, min_bins=number, multiple=multiple, costs=_unit_costs(units, plan))
+        for units, of_share in zip(of_shares, lengths, strict=True)
     ]
-    return [[[share[i] for i in indices] for indices in bins] for share, bins in zip(shares, packed, strict=True)]
+    return [
+        [_joined(units[i] for i in indices) for indices in bins] for units, bins in zip(of_shares, packed, strict=True)
+    ]
 
 
 def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> dict[int, float]:

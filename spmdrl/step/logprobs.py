@@ -39,14 +39,20 @@ def add_logprobs(
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
         forwards["old_logprobs"] = lambda micro_batch: learners[POLICY].model(micro_batch).logprobs
-    if reference is not None:
-        forwards["ref_logprobs"] = lambda micro_batch: reference(micro_batch).logprobs
+    forwards |= reference_columns(reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
     completed = add_columns(batch, forwards, meshes.training)
     if CRITIC in learners:
         reshard(learners[CRITIC].model)  # the policy is updated before it, and needs the memory
     return completed
+
+
+def reference_columns(reference: Reference | None) -> dict[str, Forward]:
+    """Return the forward of the reference's column; none without a reference."""
+    if reference is None:
+        return {}
+    return {"ref_logprobs": lambda micro_batch: reference(micro_batch).logprobs}
 
 
 def add_columns(batch: Batch, forwards: Mapping[str, Forward], mesh: DeviceMesh) -> Batch:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.metrics import Mean, Metrics, merge_all
-from spmdrl.config import SftConfig
+from spmdrl.config import SftConfig, TuningConfig
 from spmdrl.conversation import num_images
+from spmdrl.data.sources import Exchange
 from spmdrl.data.stream import TrainingPair
 from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.data.vision import expanded
+from spmdrl.data.vision import ImageIntake, expanded
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
@@ -28,17 +30,24 @@ from spmdrl.types import UserError
 class PairEncoder:
     """Turns pairs into the sequences that are trained on: of all tokens, those of responses."""
 
-    def __init__(self, cfg: SftConfig, inputs: Inputs) -> None:
-        self._tokenizer = inputs.tokenizer
-        self._max_tokens = cfg.sft.max_response_tokens
-        self._images = inputs.images
+    def __init__(
+        self,
+        cfg: TuningConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: frozenset[int],
+        images: ImageIntake,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens, self._setting = cfg.answers.max_response_tokens, f"{cfg.table}.max_response_tokens"
+        self._images = images
         self._turns = TurnEncoder(
-            inputs.tokenizer,
-            chat_template=cfg.data.chat_template,
-            tools=(),
-            stop_token_ids=inputs.stop_token_ids,
-            images=inputs.images,
+            tokenizer, chat_template=cfg.data.chat_template, tools=(), stop_token_ids=stop_token_ids, images=images
         )
+
+    @classmethod
+    def of(cls, cfg: TuningConfig, inputs: Inputs) -> PairEncoder:
+        """Make that of a run."""
+        return cls(cfg, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
 
     def __call__(self, pair: TrainingPair, index: int) -> TrainingSequence:
         """Return prompt, responses with an end-of-sequence token each, and between them what was said to the policy.
@@ -48,19 +57,15 @@ class PairEncoder:
         prompt = pair.prompt
         token_ids, trained = list(prompt.token_ids), [False] * len(prompt.token_ids)
         images, later = list(prompt.images), iter(pair.images)
-        response: tuple[int, ...] = ()
-        for exchange in pair.exchanges:
-            said = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
-            shown = list(itertools.islice(later, sum(map(num_images, exchange.messages))))
-            read, placed = expanded(said, shown, self._images, start=len(token_ids))
-            response = self._response(exchange.response)
+        for said, response, shown in self._encoded(pair.exchanges):
+            read, placed = expanded(said, list(itertools.islice(later, shown)), self._images, start=len(token_ids))
             token_ids += [*read, *response]
             images += placed
             trained += [False] * len(read) + [True] * len(response)
         if (num_tokens := len(token_ids) - len(prompt.token_ids)) > self._max_tokens:
             raise UserError(
                 f"{pair.where}: what follows the prompt ({prompt.text[:60]!r}) has {num_tokens} tokens, more than "
-                f"sft.max_response_tokens = {self._max_tokens}; set it to {num_tokens} or more, or remove the row"
+                f"{self._setting} = {self._max_tokens}; set it to {num_tokens} or more, or remove the row"
             )
         return TrainingSequence(
             index=index,
@@ -70,6 +75,18 @@ class PairEncoder:
             reward=0.0,
             images=tuple(images),
         )
+
+    def num_tokens(self, exchanges: Sequence[Exchange]) -> int:
+        """Count the tokens that follow a prompt, without those of images."""
+        return sum(len(said) + len(response) for said, response, _ in self._encoded(exchanges))
+
+    def _encoded(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Yield the tokens of what is said to the policy, with one for each image, its response, and the images."""
+        response: tuple[int, ...] = ()
+        for exchange in exchanges:
+            said = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
+            response = self._response(exchange.response)
+            yield said, response, sum(map(num_images, exchange.messages))
 
     def _response(self, text: str) -> tuple[int, ...]:
         assert self._tokenizer.eos_token_id is not None

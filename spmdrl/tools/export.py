@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.checkpoint.manifest import folder_of, saved_steps
 from spmdrl.checkpoint.restore import restore_weights
 from spmdrl.checkpoint.resume import require_whole
-from spmdrl.config import Config, ParallelConfig, SftConfig, read_run_config
+from spmdrl.config import Config, ParallelConfig, TuningConfig, read_run_config
 from spmdrl.config.base import NonNegativeInt
 from spmdrl.config.strict import read_json, shown
 from spmdrl.data.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ def _step(folder: RunFolder, wanted: int | None) -> int:
     return steps[-1] if wanted is None else wanted
 
 
-def _dtype_of_run(cfg: Config | SftConfig, folder: RunFolder) -> str:
+def _dtype_of_run(cfg: Config | TuningConfig, folder: RunFolder) -> str:
     """That of the weights which the run sampled with: where "auto" has chosen, by the devices it ran on."""
     if cfg.model.compute_dtype != "auto":
         return cfg.model.compute_dtype

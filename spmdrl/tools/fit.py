@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmdrl.config import Config, SftConfig, read_run_config
+from spmdrl.config import Config, TuningConfig, read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.overhead import Parts
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        description="Predict the memory of each phase of a run of spmdrl.train or spmdrl.sft.",
+        description="Predict the memory of each phase of a run of spmdrl.train, spmdrl.sft or spmdrl.pairs.",
         epilog="docs/memory.md says how to read it.",
     )
     parser.add_argument("config", help="TOML file")
@@ -93,7 +93,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _read_model(cfg: Config | SftConfig, model_config: Any) -> Model:
+def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
     """Read the shapes of the run's policy, from transformers' config of it, and of its critic.
 
     Raises UserError for settings that they do not support.
@@ -122,7 +122,7 @@ def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMe
     return [phase for phase in phases if phase.device_bytes > device_bytes]
 
 
-def fitting_settings(cfg: Config | SftConfig, *, num_ranks: int, device_bytes: int) -> dict[str, Any]:
+def fitting_settings(cfg: Config | TuningConfig, *, num_ranks: int, device_bytes: int) -> dict[str, Any]:
     """Return the settings that make a run fit its GPUs, none where it fits. Raises UserError where none do."""
     model = _read_model(cfg, read_model_config(cfg.model))
     shortage = partial(_shortage, model=model, num_ranks=num_ranks, device_bytes=device_bytes)
@@ -134,7 +134,7 @@ def fitting_settings(cfg: Config | SftConfig, *, num_ranks: int, device_bytes: i
     return dict(alone[:1]) or together
 
 
-def _shortage(cfg: Config | SftConfig, *, model: Model, num_ranks: int, device_bytes: int) -> Shortage:
+def _shortage(cfg: Config | TuningConfig, *, model: Model, num_ranks: int, device_bytes: int) -> Shortage:
     prediction = predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
     too_large = _too_large(prediction.phases, device_bytes)
     too_much = sum(phase.device_bytes - device_bytes for phase in too_large)
@@ -142,7 +142,7 @@ def _shortage(cfg: Config | SftConfig, *, model: Model, num_ranks: int, device_b
 
 
 def _tried(
-    cfg: Config | SftConfig, shortage: Callable[[Config | SftConfig], Shortage], *, num_ranks: int
+    cfg: Config | TuningConfig, shortage: Callable[[Config | TuningConfig], Shortage], *, num_ranks: int
 ) -> tuple[list[tuple[str, Any]], dict[str, Any], Shortage]:
     """Return the levers that suffice alone; where none does, those that help together, and the shortage left."""
     levers = [*_levers(cfg, num_ranks=num_ranks)]
@@ -150,7 +150,7 @@ def _tried(
     return (alone, {}, _FITS) if alone else ([], *_combined(cfg, levers, shortage))
 
 
-def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
+def _remedies(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_bytes: int) -> Iterator[str]:
     """Yield sentences about settings that make everything fit: single levers, or several together."""
     shortage = partial(_shortage, model=model, num_ranks=num_ranks, device_bytes=device_bytes)
     alone, together, remaining = _tried(cfg, shortage, num_ranks=num_ranks)
@@ -168,7 +168,7 @@ def _remedies(cfg: Config | SftConfig, model: Model, *, num_ranks: int, device_b
         )
 
 
-def _levers(cfg: Config | SftConfig, *, num_ranks: int) -> Iterator[tuple[str, Any]]:
+def _levers(cfg: Config | TuningConfig, *, num_ranks: int) -> Iterator[tuple[str, Any]]:
     """Yield (setting, value) for every lever that this kind of run has."""
     engine_ranks = cfg.rollout.num_ranks or num_ranks if isinstance(cfg, Config) else 0
     for setting, values in _LEVERS:
@@ -180,7 +180,7 @@ def _levers(cfg: Config | SftConfig, *, num_ranks: int) -> Iterator[tuple[str, A
 
 
 def _combined(
-    cfg: Config | SftConfig, levers: Sequence[tuple[str, Any]], shortage: Callable[[Config | SftConfig], Shortage]
+    cfg: Config | TuningConfig, levers: Sequence[tuple[str, Any]], shortage: Callable[[Config | TuningConfig], Shortage]
 ) -> tuple[dict[str, Any], Shortage]:
     """Combine the levers that reduce the shortage, drop those not needed, and return them with the shortage left."""
     taken: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def _combined(
     return taken, least
 
 
-def _with(cfg: Config | SftConfig, changes: Mapping[str, Any]) -> Config | SftConfig | None:
+def _with(cfg: Config | TuningConfig, changes: Mapping[str, Any]) -> Config | TuningConfig | None:
     """Apply these changes to the settings; None when one changes nothing or the result is not valid."""
     values = cfg.model_dump()
     for setting, value in changes.items():
@@ -220,7 +220,7 @@ def _amount(parameters: float) -> str:
     return f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.2f} million"
 
 
-def _show(console: Console, cfg: Config | SftConfig, prediction: Prediction, problems: Sequence[str]) -> None:
+def _show(console: Console, cfg: Config | TuningConfig, prediction: Prediction, problems: Sequence[str]) -> None:
     rank, phases = prediction.rank, prediction.phases
     run, parallel, size = rank.run, cfg.parallel, rank.size
     console.print(

@@ -18,7 +18,7 @@ from spmdrl.faults.supervise import Commands, Requests, Starter, count_gpus, dry
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
-MODULES = ("spmdrl.train", "spmdrl.sft")
+MODULES = ("spmdrl.train", "spmdrl.sft", "spmdrl.pairs")
 RANKS_WITHOUT_GPU = 2
 # Without --local-addr, rendezvous would use this machine's host name, which may not resolve.
 STANDALONE = ("-m", "spmdrl.faults.torchrun", "--standalone", "--local-addr", "127.0.0.1")

@@ -20,7 +20,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.config import Config, SftConfig, read_run_config
+from spmdrl.config import Config, PreferencesConfig, TuningConfig, read_run_config
 from spmdrl.dist.session import spmd_session
 from spmdrl.faults.text import Parser
 from spmdrl.model.load import load_model_config
@@ -49,7 +49,7 @@ _RANKS = (1, 2, 4)
 _NUMBERS = ("loss", "loss_size")  # of a result, beside its tensors
 
 
-def matrix(cfg: Config | SftConfig, settings: Settings) -> list[Case]:
+def matrix(cfg: Config | TuningConfig, settings: Settings) -> list[Case]:
     """List the cases of a configuration; the others are compared with the first."""
     own = own_case(cfg.parallel)
     every = [ONE_RANK, *cases(settings)]
@@ -103,8 +103,12 @@ def compare(arguments: argparse.Namespace) -> bool:
         return _print(every, folder, most_ranks=arguments.ranks)
 
 
-def _settings(cfg: Config | SftConfig) -> Settings:
-    if isinstance(cfg, SftConfig):
+def _settings(cfg: Config | TuningConfig) -> Settings:
+    if isinstance(cfg, PreferencesConfig):
+        raise UserError(
+            "the loss of pairs cannot be compared here; give the configuration of spmdrl.train or spmdrl.sft"
+        )
+    if isinstance(cfg, TuningConfig):
         return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=Imitation())
     learning = Reinforcement(loss=cfg.loss, temperature=cfg.rollout.temperature)
     return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=learning)

@@ -13,15 +13,16 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from docs.gen.config_reference import settings
-from spmdrl.config import Config
+from spmdrl.config import Config, PreferencesConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([^`]+)`")
 OURS: dict[str, list[FieldInfo]] = {}
-for _name, _field in settings(Config):
-    OURS.setdefault(_name, []).append(_field)
-TABLES = {name for name, field in Config.model_fields.items()} - set(OURS)
+for _kind in (Config, PreferencesConfig):
+    for _name, _field in settings(_kind):
+        OURS.setdefault(_name, []).append(_field)
+TABLES = {*Config.model_fields, *PreferencesConfig.model_fields} - set(OURS)
 
 
 def rows(peer: str) -> list[list[str]]:
@@ -82,7 +83,8 @@ def packages(venv: str) -> Path:
 
 def test_the_names_of_trl_are_fields_of_its_configuration() -> None:
     folder = packages(".venv-trl")
-    files = ("trl/trainer/grpo_config.py", "trl/trainer/base_config.py", "transformers/training_args.py")
+    trainers = (f"trl/trainer/{name}_config.py" for name in ("grpo", "dpo", "base"))
+    files = (*trainers, "transformers/training_args.py")
     fields = {
         node.target.id
         for file in files

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.gen.config_reference import reference, settings
-from spmdrl.config import Config, Section, SftConfig
+from spmdrl.config import Config, PreferencesConfig, Section, SftConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -16,12 +16,12 @@ def test_page_in_docs_is_the_generated_one() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), "docs/configuration.md is out of date: run `make docs`"
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, PreferencesConfig])
 def test_every_setting_has_a_description(kind: type[Section]) -> None:
     assert [name for name, field in settings(kind) if not (field.description or "").strip()] == []
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, PreferencesConfig])
 def test_every_setting_is_on_the_page(kind: type[Section]) -> None:
     page = reference()
     names = {name.rpartition(".")[2] for name, _ in settings(kind)}

@@ -86,7 +86,9 @@ def encoded(messages: list[dict[str, Any]], tmp_path: Path, *, turns: Any, max_t
     """The whole text of a conversation as it is trained on, and the trained part of it."""
     tokenizer = character_tokenizer(chat=True)
     cfg = SimpleNamespace(
-        sft=SimpleNamespace(max_response_tokens=max_tokens), data=SimpleNamespace(chat_template="auto")
+        table="sft",
+        answers=SimpleNamespace(max_response_tokens=max_tokens),
+        data=SimpleNamespace(chat_template="auto"),
     )
     stops = frozenset({tokenizer.eos_token_id})
     inputs = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, images=NO_IMAGES)
@@ -102,7 +104,7 @@ def encoded(messages: list[dict[str, Any]], tmp_path: Path, *, turns: Any, max_t
     )
     assert one.response is not None
     pair = TrainingPair(prompt, one.where, (Exchange((), one.response), *one.later))
-    sequence = PairEncoder(cfg, inputs)(pair, 3)  # type: ignore[arg-type]
+    sequence = PairEncoder.of(cfg, inputs)(pair, 3)  # type: ignore[arg-type]
     trained = [token for token, on in zip(sequence.token_ids, sequence.loss_mask, strict=True) if on]
     return tokenizer.decode(list(sequence.token_ids)), tokenizer.decode(trained)
 

@@ -694,10 +694,11 @@ def test_the_tokens_of_all_turns_are_those_that_the_processor_makes_of_the_conve
     form = functools.partial(imitated, turns="all")
     (pair,) = make_training_stream(cfg, None, seed=0, tokenizer=tokenizer, images=images, form=form).pairs(0, 1)
     assert len(pair.prompt.images) == 1 and len(pair.images) == 2
-    settings = SimpleNamespace(sft=SimpleNamespace(max_response_tokens=200), data=SimpleNamespace(chat_template="auto"))
+    answers = SimpleNamespace(max_response_tokens=200)
+    settings = SimpleNamespace(table="sft", answers=answers, data=SimpleNamespace(chat_template="auto"))
     stops = frozenset({tokenizer.eos_token_id})
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=stops, images=images)
-    sequence = PairEncoder(settings, inputs)(pair, 0)  # type: ignore[arg-type]
+    sequence = PairEncoder.of(settings, inputs)(pair, 0)  # type: ignore[arg-type]
     whole = tokenizer.apply_chat_template(talk, tokenize=False)
     place = images.placeholder
     kept = [image.num_tokens for image in sequence.images]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
-from spmdrl.config import Config, ModelConfig, SftConfig, read_run_config
+from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
 from spmdrl.memory.device import GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.overhead import (
@@ -41,7 +41,7 @@ def model_of(transformers_config: Any) -> Model:
     return Model.read(transformers_config, ModelConfig(path="m"))
 
 
-def phases_of(cfg: Config | SftConfig, *, num_ranks: int = 2, on_gpu: bool = True) -> dict[str, PhaseMemory]:
+def phases_of(cfg: Config | TuningConfig, *, num_ranks: int = 2, on_gpu: bool = True) -> dict[str, PhaseMemory]:
     prediction = predict(cfg, model_of(QWEN3), num_ranks=num_ranks, device_bytes=80 * GIB, on_gpu=on_gpu)
     return {phase.name: phase for phase in prediction.phases}
 
@@ -361,5 +361,5 @@ def test_the_planner_reads_the_critics_config_too(toml: str, capsys: pytest.Capt
 def test_a_run_of_no_kind_or_of_both_is_refused(toml: str, overrides: tuple[str, ...]) -> None:
     if not overrides:
         write_sft_config(Path(toml).parent, name=Path(toml).name)
-    with pytest.raises(UserError, match=r"both \[rollout\] and \[sft\]" if overrides else "neither"):
+    with pytest.raises(UserError, match=r"has \[rollout\] and \[sft\]" if overrides else "has none of"):
         read_run_config(toml, overrides)

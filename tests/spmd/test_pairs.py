@@ -1,0 +1,129 @@
+"""Whole runs on pairs: the same on one rank, on several, in every layout, and after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmdrl.checkpoint.manifest import folder_of
+from spmdrl.pairs import main
+from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import assert_same_weights, rows, steady_rows, without_curves, write_sft_config
+
+
+def preferring(argv: list[str]) -> tuple[int, str]:
+    """Exit code and what a rank printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = without_curves(main, argv)  # type: ignore[arg-type]
+    return code, printed.getvalue()
+
+
+def write_pairs_run(folder: Path, **tables: Any) -> Path:
+    """Write sums with a right and a wrong answer, of which ten are held out, and the configuration of a run on them."""
+    pairs = [
+        {"prompt": f"{a} + {b} =", "chosen": f" {a + b}", "rejected": " no" if a < b else f" {a + b + 1}, I guess"}
+        for a in range(10)
+        for b in range(10)
+    ]
+    for name, part in (("train", pairs[10:]), ("held-out", pairs[:10])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in part))
+    changed = {
+        "run": {"dir": str(folder), "num_steps": 4},
+        "data": {"sources": [{"kind": "jsonl", "path": f"{folder}/train.jsonl"}]},
+        "held_out": {
+            "num_prompts": 10,
+            "every": 2,
+            "sources": [{"kind": "jsonl", "path": f"{folder}/held-out.jsonl"}],
+        },
+        "pairs": {"pairs_per_step": 8, "max_response_tokens": 16},
+        "optim": {"lr": 1e-3},
+        "report": {"tensorboard": False},
+    }
+    for name, table in tables.items():
+        changed[name] = changed.get(name, {}) | table
+    return write_sft_config(folder, **changed)
+
+
+ALONE = {"pack": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 2}}  # each pair by itself
+LAYOUTS = [
+    pytest.param(2, {}, id="fsdp"),
+    pytest.param(1, ALONE, id="alone", marks=pytest.mark.slow),
+    pytest.param(2, {"parallel": {"cp": 2}}, id="cp", marks=pytest.mark.slow),
+    pytest.param(2, {"parallel": {"tp": 2}}, id="tp", marks=pytest.mark.slow),
+    pytest.param(2, {"parallel": {"dp_replicate": 2}}, id="copies", marks=pytest.mark.slow),
+    pytest.param(2, {"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
+    pytest.param(2, {"lora": {"rank": 4}, "parallel": {"tp": 2}}, id="adapters-tp", marks=pytest.mark.slow),
+]
+
+
+def curves(run: Path, *, last: int) -> dict[str, list[float]]:
+    """What a run measured until a step, by name."""
+    names = ("update/loss", "pairs/margin", "pairs/chosen_logprob_nats", "eval/loss", "eval/margin", "eval/accuracy")
+    steps = [row for row in rows(run) if row["step"] <= last]
+    return {name: [row[name] for row in steps if name in row] for name in names}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 12 steps on one rank, saved after 6."""
+    folder = tmp_path_factory.mktemp("pairs")
+    save_tiny_model(folder / "model", num_layers=1, spare_tokens=1)
+    run = {"dir": str(folder), "num_steps": 12, "name": "whole"}
+    write_pairs_run(folder, run=run, checkpoint={"every": 6}, optim={"lr": 2e-3})
+    assert run_ranks(1, preferring, [f"{folder}/c.toml"])[0][0] == 0
+    return folder
+
+
+def test_a_run_learns_what_is_preferred(whole: Path) -> None:
+    found = curves(whole / "whole", last=12)
+    assert found["update/loss"][0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found["eval/accuracy"][0] == 0.5 and found["eval/accuracy"][-1] == 1.0
+    assert found["eval/margin"][-1] > 0.0 == found["eval/margin"][0]
+
+
+def test_a_resumed_run_is_one_that_never_stopped(whole: Path) -> None:
+    saved, copied = (folder_of(whole / name / "checkpoints", 6) for name in ("whole", "twice"))
+    shutil.copytree(saved, copied)
+    assert run_ranks(1, preferring, [f"{whole}/c.toml", "run.name=twice"])[0][0] == 0
+    assert_same_weights(whole / "whole", whole / "twice")
+    assert steady_rows(whole / "twice")[-1] == steady_rows(whole / "whole")[-1]
+
+
+@pytest.mark.parametrize(("num_ranks", "tables"), LAYOUTS)
+def test_a_run_does_not_depend_on_how_it_is_divided(
+    num_ranks: int, tables: dict[str, Any], whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(whole / "model")
+    expected, run = whole / "whole", {"dir": str(tmp_path), "num_steps": 2, "name": "divided"}
+    of_adapters = {name: table for name, table in tables.items() if name == "lora"}
+    if of_adapters:
+        write_pairs_run(tmp_path, **of_adapters, run=run | {"name": "one"}, optim={"lr": 2e-3})
+        assert run_ranks(1, preferring, [f"{tmp_path}/c.toml"])[0][0] == 0
+        expected = tmp_path / "one"
+    write_pairs_run(tmp_path, **tables, run=run, optim={"lr": 2e-3})
+    assert {code for code, _ in run_ranks(num_ranks, preferring, [f"{tmp_path}/c.toml"])} == {0}
+    for name, values in curves(tmp_path / "divided", last=2).items():
+        assert values == pytest.approx(curves(expected, last=2)[name], rel=1e-4, abs=1e-5), name
+
+
+def test_what_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1)
+    config = str(write_pairs_run(tmp_path, pairs={"pairs_per_step": 8, "max_response_tokens": 8}))
+    for overrides, words in {
+        ("pack.max_tokens_per_micro_batch=40",): "cannot hold a pair of 64 tokens (twice data.max_prompt_tokens",
+        ("pack={ sequences_per_micro_batch = 3 }",): "divides a pair",
+        (): "held-out.jsonl line 1: an answer has 12 tokens, more than pairs.max_response_tokens = 8",
+        ("pairs.loss=simpo",): "pairs.loss",
+    }.items():
+        assert main([config, "--dry-run", *overrides]) == 2
+        assert words in capsys.readouterr().err
+    assert main([config, "--dry-run", "data.overlong=drop"]) == 0
+    assert "is preferred to ' no' (4 tokens)" in capsys.readouterr().out
