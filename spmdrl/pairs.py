@@ -52,13 +52,13 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
             with steps.phase("batch"):
                 batch = build_batch(read_comparisons(run, encode, step), plan, meshes, aggregation=AGGREGATION)
             with run.report.span("images"):
-                batch, _, looked = images.fill(batch)
+                batch, _, seen = images.fill(batch)
             with steps.phase("logprobs"):
                 batch = add_columns(batch, reference, meshes.training)
             with steps.phase("update"):
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
-            values = steps.report(step, [batch.metrics, looked, updated])
+            values = steps.report(step, [batch.metrics, seen, updated])
             steps.finish(step, values)
 
 

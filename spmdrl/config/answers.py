@@ -43,7 +43,7 @@ class PairsConfig(AnswersConfig):
 
     @property
     def divides_by_length(self) -> bool:
-        """What `length_normalized` says, or its default."""
+        """True where log-ratios are divided by lengths: `length_normalized`, or the default of the loss."""
         return self.loss == "ipo" if self.length_normalized is None else self.length_normalized
 
 

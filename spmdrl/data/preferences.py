@@ -37,7 +37,7 @@ def compared(prompt: str | list[dict[str, Any]] | None, chosen: Any, rejected: A
         if chosen == rejected:
             raise UserError(_EQUAL)
         if prompt is None:
-            prompt, chosen, rejected = _begun(chosen, rejected)
+            prompt, chosen, rejected = _shared_start(chosen, rejected)
         return Comparison(prompt, *(_answered([{"role": "assistant", "content": text}]) for text in (chosen, rejected)))
     if not (_is_messages(chosen) and _is_messages(rejected)):
         raise UserError(
@@ -62,7 +62,7 @@ def compared(prompt: str | list[dict[str, Any]] | None, chosen: Any, rejected: A
 _EQUAL = "the chosen and the rejected answer are equal, so that nothing is preferred; remove the row"
 
 
-def _begun(chosen: str, rejected: str) -> tuple[str, str, str]:
+def _shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return what two texts begin with, to the end of a word, and the rest of each."""
     end = re.search(r"\s+\S*$", chosen[: _num_common(chosen, rejected)])
     if end is None or not chosen[: end.start()].strip():

@@ -422,7 +422,7 @@ def _encoder_of(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Schema],
     images: ImageIntake,
-    answers: AnswerLimit | None,
+    answers: AnswerLimit | None = None,
 ) -> PromptEncoder:
     has_template = uses_template(tokenizer, cfg.chat_template)
     return PromptEncoder(

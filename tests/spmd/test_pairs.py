@@ -125,5 +125,5 @@ def test_what_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, caps
     }.items():
         assert main([config, "--dry-run", *overrides]) == 2
         assert words in capsys.readouterr().err
-    assert main([config, "--dry-run", "data.overlong=drop"]) == 0
+    assert main([config, "--dry-run", "data.overlong=drop", "held_out.num_prompts=5"]) == 0
     assert "is preferred to ' no' (4 tokens)" in capsys.readouterr().out
