@@ -35,6 +35,24 @@ class LogitSetting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """What a family with layers of Mamba 2 calls them, and their sizes in its config."""
+
+    mixer: str  # the class, without the family's name
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    width: str = "mamba_d_conv"
+    has_multipliers: bool = False
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Name heads, their size, groups, rows of a state, and the width of the convolution."""
+        return self.heads, self.head_dim, self.groups, self.state, self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """A row of the table below: the parts of the package that know this family, and the code that they have for it."""
 
@@ -46,6 +64,10 @@ class ModelFamily:
     has_dense_decoder: bool = False
     # model/recurrent.py: it has gated delta nets, with projections in one weight or in several.
     delta_net: Literal["fused", "separate"] | None = None
+    # model/mamba2.py: it has layers of Mamba 2.
+    mamba2: Mamba2 | None = None
+    # model/short_conv.py: it has convolutions in the place of attention.
+    has_short_convs: bool = False
     # The engines that compute the trainer's bits with `true_on_policy = true`.
     exact_engines: tuple[Literal["torch", "sglang"], ...] = ()
     # The family with the same layers whose tensor-parallel plan it takes; transformers has none for itself.
@@ -61,6 +83,11 @@ class ModelFamily:
     # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
     logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
+
+    @property
+    def has_other_states(self) -> bool:
+        """True where recurrent layers are not gated delta nets."""
+        return self.mamba2 is not None or self.has_short_convs
 
 
 _CAPPED = LogitSetting("final_logit_softcapping", "softcap")
@@ -104,6 +131,26 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "cohere2": ModelFamily(logits=_COMMAND_R),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE),
+    "granitemoehybrid": ModelFamily(classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE),
+    "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer")),
+    "falcon_h1": ModelFamily(
+        classes="FalconH1",
+        mamba2=Mamba2(mixer="Mixer", has_multipliers=True),
+        logits=LogitSetting("lm_head_multiplier", "factor"),
+    ),
+    "nemotron_h": ModelFamily(
+        classes="NemotronH",
+        mamba2=Mamba2(
+            mixer="Mamba2Mixer",
+            heads="mamba_num_heads",
+            head_dim="mamba_head_dim",
+            groups="n_groups",
+            state="ssm_state_size",
+            width="conv_kernel",
+        ),
+    ),
+    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True),
+    "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

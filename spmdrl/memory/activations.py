@@ -49,14 +49,14 @@ class Decoder:
     has_head_norms: bool  # of queries and keys, after their projections
     vocabulary: int
     can_be_fused: bool = False  # whether `model/fused.py` has its layers
-    recurrent_layers: int = 0  # of all layers; they have no keys and values
-    conv_elements: int = 0  # all that these layers remember of a sequence, in the compute dtype
+    attending_layers: int | None = None  # those with keys and values; None: all
+    conv_elements: int = 0  # all that recurrent layers remember of a sequence, in the compute dtype
     state_elements: int = 0  # the same, in float32
 
     @property
     def key_value_width(self) -> int:
         """Elements of one token's keys and values in all layers."""
-        return 2 * (self.num_layers - self.recurrent_layers) * self.key_width
+        return 2 * (self.num_layers if self.attending_layers is None else self.attending_layers) * self.key_width
 
     def split(self, num_ranks: int) -> Decoder:
         """Return one rank's part under tensor parallelism: heads and the MLP are divided, hidden states are not."""

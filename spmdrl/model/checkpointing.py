@@ -35,6 +35,7 @@ _EXPENSIVE = frozenset(
         "spmdrl::short_attention",
         "spmdrl::capped_attention",
         "spmdrl::gated_delta_rule",
+        "spmdrl::state_space_rule",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",

@@ -13,19 +13,17 @@ longest sequence has chunks, however many sequences there are and whatever their
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdrl.model.chunks import Chunks, cut, dot, of_spans, running_sums
+
 # Longer chunks read the states, as large as the square of a head, less often, but compute more inside. Measured on a
 # CPU by benchmarks/gated_delta.py.
 _CHUNK_TOKENS, _CHUNK_TOKENS_OF_LARGE_HEADS, _LARGE_HEAD = 16, 32, 128
-_CHUNK_STEP = 8  # chunks are shorter where all sequences are, in multiples of this
 _CPU_BLOCK_BYTES = 2**20  # of one value of each token in the heads that are computed together: what fits a core's cache
 _CUDA_BLOCK_BYTES = 2**26  # enough to keep a device busy; some twenty-five times as much exists at a time
 _EPS = 1e-6
@@ -73,49 +71,9 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * factor, factor
 
 
-# --- chunks ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The N chunks of S packed sequences: first chunks, second chunks and so on, of the longest sequence first."""
-
-    size: int  # C, tokens
-    counts: list[int]  # of first chunks (S), of second chunks, and so on; N in all
-    places: Tensor  # [T] int64, of each token among the N * C places
-    order: Tensor  # [S] int64, sequences from the longest to the shortest
-    ranks: Tensor  # [S] int64, of each sequence in `order`
-
-    def lay_out(self, x: Tensor) -> Tensor:
-        """[T, h, D] to float32 [N h, C, D], 0 where a chunk has no token."""
-        rows = x.new_zeros(sum(self.counts) * self.size, *x.shape[1:], dtype=torch.float32)
-        rows.index_copy_(0, self.places, x.float())
-        return rows.unflatten(0, (-1, self.size)).transpose(1, 2).flatten(0, 1)
-
-    def tokens(self, x: Tensor, num_heads: int) -> Tensor:
-        """[N h, C, D] back to [T, h, D]."""
-        return x.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(0, 1)[self.places]
-
-    def steps(self, num_heads: int) -> Iterator[slice]:
-        """Yield the place of the first chunks in [N h, ...], of the second ones, and so on."""
-        return (slice(*ends) for ends in pairwise(accumulate((n * num_heads for n in self.counts), initial=0)))
-
-
-@functools.lru_cache(maxsize=8)  # all layers ask for the same
-@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
-def _cut(seqlens: tuple[int, ...], head_dim: int, device: torch.device) -> _Chunks:
-    lengths = torch.tensor(seqlens)
-    most = _CHUNK_TOKENS_OF_LARGE_HEADS if head_dim >= _LARGE_HEAD else _CHUNK_TOKENS
-    size = min(most, -(-max(seqlens) // _CHUNK_STEP) * _CHUNK_STEP)
-    order = lengths.argsort(descending=True, stable=True)
-    ranks = order.argsort()
-    num_chunks = -(-lengths // size)
-    counts = [int((num_chunks > step).sum()) for step in range(int(num_chunks.max()))]
-    starts = torch.tensor([*accumulate(counts, initial=0)])
-    of_token = torch.arange(len(lengths)).repeat_interleave(lengths)
-    position = torch.arange(sum(seqlens)) - (lengths.cumsum(0) - lengths)[of_token]
-    places = (starts[position // size] + ranks[of_token]) * size + position % size
-    return _Chunks(size, counts, places.to(device), order.to(device), ranks.to(device))
+def _cut(seqlens: list[int], key: Tensor) -> Chunks:
+    most = _CHUNK_TOKENS_OF_LARGE_HEADS if key.shape[-1] >= _LARGE_HEAD else _CHUNK_TOKENS
+    return cut(tuple(seqlens), most, key.device)
 
 
 # --- heads that are computed together --------------------------------------------------------------------------------
@@ -135,7 +93,7 @@ class _Block:
         decay: Tensor,
         beta: Tensor,
         state: Tensor | None,
-        chunks: _Chunks,
+        chunks: Chunks,
     ) -> None:
         self.chunks, self.num_heads, self.groups = chunks, value.shape[1], value.shape[1] // key.shape[1]
         self.scale = query.shape[-1] ** -0.5
@@ -143,7 +101,7 @@ class _Block:
         self.k, self.k_factor = self._unit_rows(key)
         self.v = chunks.lay_out(value)
         self.beta = chunks.lay_out(beta.unsqueeze(-1))  # [B, C, 1], as all that follow
-        total = _running_sums(chunks.lay_out(decay.unsqueeze(-1)))
+        total = running_sums(chunks.lay_out(decay.unsqueeze(-1)))
         last = total[:, -1:]
         self.since_start, self.to_end, self.of_chunk = total.exp(), (last - total).exp(), last.exp()
         later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=total.device).triu_(1)
@@ -207,24 +165,24 @@ class _Block:
         by_solved = torch.bmm(self.inverse.transpose(1, 2), by_corrections)
         states, corrections, k = self.states.transpose(1, 2), self.corrections.transpose(1, 2), self.k
         by_attention, by_system = torch.bmm(by_out, corrections), torch.bmm(by_solved, corrections).neg_()
-        by_decay = _of_spans(by_attention * self.attention + by_system * self.system)
+        by_decay = of_spans(by_attention * self.attention + by_system * self.system)
         by_attention.mul_(self.between)
         by_system.mul_(self.between).tril_(-1)
         # First what comes from the state before the chunk, and what goes into the state after it.
         by_q = torch.bmm(by_out, states).mul_(self.since_start)
         by_k_read = torch.bmm(by_solved, states).mul_(-self.since_start)  # but for the factor beta
         by_k_written = by_k_writing.mul_(self.to_end)
-        read = _dot(by_q, self.q).add_(_dot(by_k_read, k).mul_(self.beta))
-        written = _dot(by_k_written, k)
+        read = dot(by_q, self.q).add_(dot(by_k_read, k).mul_(self.beta))
+        written = dot(by_k_written, k)
         # A token's decay is in what it and later ones read of the state, in what earlier ones wrote, and in the state
         # that is left.
-        by_decay += _running_sums(read.flip(1)).flip(1)
-        by_decay[:, 1:] += _running_sums(written[:, :-1])
+        by_decay += running_sums(read.flip(1)).flip(1)
+        by_decay[:, 1:] += running_sums(written[:, :-1])
         by_decay += by_decay_of_chunk.mul_(self.of_chunk)
         # Then what tokens of the chunk have from each other.
         by_q.baddbmm_(by_attention, k)
         by_k_read.baddbmm_(by_system, k)
-        by_beta = _dot(by_solved, self.v).add_(_dot(by_k_read, k))
+        by_beta = dot(by_solved, self.v).add_(dot(by_k_read, k))
         by_k_written.baddbmm_(by_attention.transpose(1, 2), self.q)
         by_k_written.baddbmm_(by_system.mul_(self.beta).transpose(1, 2), k)
         by_k = by_k_read.mul_(self.beta).add_(by_k_written)
@@ -239,35 +197,11 @@ class _Block:
 
     def _by_key_heads(self, grad: Tensor, unit: Tensor, factor: Tensor) -> Tensor:
         """Map the gradient of normalized rows [B, C, D] to that of key heads [T, g, D]."""
-        grad = (grad - unit * _dot(grad, unit)).mul_(factor)
+        grad = (grad - unit * dot(grad, unit)).mul_(factor)
         return self.chunks.tokens(grad, self.num_heads).unflatten(1, (-1, self.groups)).sum(2)
 
 
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """[..., D] and [..., D] give [..., 1]."""
-    return (x * y).sum(-1, keepdim=True)
-
-
-def _running_sums(x: Tensor) -> Tensor:
-    """Sum x [B, C, 1] over each token and those before it. On CUDA torch's own sum has no deterministic form, so a
-    deterministic run multiplies by a triangle of ones instead."""
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return x.cumsum(1)
-    return torch.matmul(torch.ones(x.shape[1], x.shape[1], device=x.device).tril_(), x)
-
-
-def _of_spans(pairs: Tensor) -> Tensor:
-    """Sum what pairs [B, C, C] of a token and an earlier one have to do with each token's decay: [B, C, 1].
-
-    That of token t is between tokens i and j where j < t <= i. Only those are summed: the difference of two larger sums
-    would be all rounding where decay is fast.
-    """
-    size = pairs.shape[-1]
-    from_here = torch.ones(size, size, device=pairs.device).triu_()
-    return torch.matmul(from_here, pairs).tril_(-1).sum(-1, keepdim=True)
-
-
-def _blocks(key: Tensor, value: Tensor, chunks: _Chunks) -> Iterator[tuple[slice, slice]]:
+def _blocks(key: Tensor, value: Tensor, chunks: Chunks) -> Iterator[tuple[slice, slice]]:
     """Yield (key heads, value heads) that are computed together."""
     num_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
     head_bytes = sum(chunks.counts) * chunks.size * groups * value.shape[-1] * 4
@@ -277,7 +211,7 @@ def _blocks(key: Tensor, value: Tensor, chunks: _Chunks) -> Iterator[tuple[slice
         yield slice(first, end), slice(first * groups, end * groups)
 
 
-def _block(inputs: Sequence[Tensor], state: Tensor | None, heads: tuple[slice, slice], chunks: _Chunks) -> _Block:
+def _block(inputs: Sequence[Tensor], state: Tensor | None, heads: tuple[slice, slice], chunks: Chunks) -> _Block:
     query, key, value, decay, beta = inputs
     shared, own = heads
     initial = None if state is None else state[:, own]
@@ -290,7 +224,7 @@ def _rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, seqlens: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Compute a few heads after the other, and keep nothing: backward computes them again."""
-    chunks = _cut(tuple(seqlens), key.shape[-1], key.device)
+    chunks = _cut(seqlens, key)
     out = torch.empty_like(value)
     final = torch.empty(
         len(seqlens), value.shape[1], key.shape[2], value.shape[2], dtype=torch.float32, device=value.device
@@ -308,7 +242,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, state = ctx.saved_tensors
-    chunks = _cut(tuple(ctx.seqlens), inputs[1].shape[-1], grad.device)
+    chunks = _cut(ctx.seqlens, inputs[1])
     grads = [torch.empty_like(x) for x in inputs]
     by_state = torch.empty_like(grad_final)
     for heads in _blocks(inputs[1], inputs[2], chunks):

@@ -17,7 +17,7 @@ from torch import Tensor
 # What causal-conv1d's kernel can do with tokens [T, C] and their sequences.
 _WIDTHS = range(2, 5)
 _CHANNEL_STEP = 8
-_ACTIVATIONS = ("silu", "swish")
+_ACTIVATIONS = (None, "silu", "swish")
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def has_rule(device_type: str, dtype: torch.dtype) -> bool:
     return device_type == "cuda" and dtype.itemsize == 2 and _fla() is not None
 
 
-def has_conv(device_type: str, weight: Tensor, activation: str) -> bool:
+def has_conv(device_type: str, weight: Tensor, activation: str | None) -> bool:
     """Return True when `causal_conv` can be called there, with this weight [C, W]."""
     channels, width = weight.shape
     is_supported = width in _WIDTHS and channels % _CHANNEL_STEP == 0 and activation in _ACTIVATIONS
@@ -78,8 +78,8 @@ def gated_delta_rule(
     return out[0], final
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seqlens: list[int]) -> Tensor:
-    """Convolve sequences that start from nothing, and apply the activation: x [T, C], weight [C, W] give [T, C]."""
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seqlens: list[int]) -> Tensor:
+    """Convolve sequences that start from nothing, and apply the activation, if any: x [T, C], weight [C, W]; [T, C]."""
     conv = _causal_conv1d()
     assert conv is not None, "ask `has_conv` first"
     # The kernel wants [1, C, T] with the channels next to each other in memory.

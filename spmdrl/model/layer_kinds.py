@@ -4,25 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-RECURRENT = "linear_attention"  # in `layer_types` of transformers' configs
+from spmdrl.families import family_of
+
+# In `layer_types` of transformers' configs.
+RECURRENT = "linear_attention"
+RECURRENT_KINDS = {RECURRENT, "conv"}
+BOTH_KINDS = {"hybrid"}  # attention and a recurrent layer side by side
+OTHER_KINDS = {"mlp", "moe"}  # where these are layers of their own
+
+
+def _kinds(config: Any) -> list[str]:
+    num_layers = config.num_hidden_layers
+    return (getattr(config, "layer_types", None) or ["full_attention"] * num_layers)[:num_layers]
 
 
 def recurrent_layers(config: Any) -> list[int]:
     """Number the layers that remember a state of fixed size."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return [layer for layer, kind in enumerate(kinds[: config.num_hidden_layers]) if kind == RECURRENT]
+    return [layer for layer, kind in enumerate(_kinds(config)) if kind in RECURRENT_KINDS | BOTH_KINDS]
 
 
 def attending_layers(config: Any) -> list[int]:
     """Number the layers that remember the keys and values of every token."""
-    return sorted(set(range(config.num_hidden_layers)) - set(recurrent_layers(config)))
+    return [layer for layer, kind in enumerate(_kinds(config)) if kind not in RECURRENT_KINDS | OTHER_KINDS]
 
 
 def remembered_elements(config: Any) -> tuple[int, int]:
     """Count what all recurrent layers remember of one sequence: (inputs of convolutions, elements of states)."""
-    layers = len(recurrent_layers(config))
+    layers, family = len(recurrent_layers(config)), family_of(config)
     if not layers:
         return 0, 0
+    if family.has_short_convs:
+        return layers * config.hidden_size * (config.conv_L_cache - 1), 0
+    if family.mamba2 is not None:
+        heads, head_dim, groups, state, width = (getattr(config, name) for name in family.mamba2.sizes)
+        conv = (heads * head_dim + 2 * groups * state) * (width - 1)
+        return layers * conv, layers * heads * head_dim * state
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     conv = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)

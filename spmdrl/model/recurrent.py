@@ -1,8 +1,8 @@
-"""Gated delta nets over packed sequences: their state begins anew with every sequence, or goes on from an earlier call.
+"""Recurrent layers over packed sequences: a state starts with every sequence, or goes on from an earlier call.
 
 A layer of transformers takes [batch, tokens] and knows no boundaries inside a row. Here the layer keeps its weights,
-and its forward pass takes the lengths of the packed sequences: `recurrent.py` and `gated_delta.py`, or the kernels in
-`gated_delta_cuda.py`.
+and its forward pass takes the lengths of the packed sequences. This file has gated delta nets, with `gated_delta.py` or
+the kernels in `gated_delta_cuda.py`; `mamba2.py` has Mamba 2, and `short_conv.py` short convolutions.
 
 Heads have nothing to do with each other. Ranks that share the tokens of sequences therefore exchange them for heads, so
 that no state goes from rank to rank.
@@ -10,83 +10,21 @@ that no state goes from rank to rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.activations import ACT2FN
 
-from spmdrl.families import FAMILIES
+from spmdrl.families import FAMILIES, family_of
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
-from spmdrl.model.layer_kinds import RECURRENT
-
-# Causal depthwise convolution of packed sequences, each of which goes on from its own inputs.
-
-
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seqlens: list[int], before: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Convolve each sequence with the tokens before: return (out [T, C], [S, C, W - 1] inputs for what comes next).
-
-    x is [T, C], weight [C, W]. before [S, C, W - 1] are the inputs before each sequence; None is 0.
-    """
-    if before is not None and max(seqlens) == 1:
-        return _one_token_each(x, weight, bias, before)
-    width = weight.shape[1]
-    places = _places(tuple(seqlens), width - 1, x.device)
-    rows = x.new_zeros(len(x) + len(seqlens) * (width - 1), x.shape[1])
-    if before is not None:
-        rows = rows.index_copy(0, places.gaps, before.to(x.dtype).transpose(1, 2).flatten(0, 1))
-    rows = rows.index_copy(0, places.tokens, x)
-    # Some results are of windows that reach over a boundary; they are not read.
-    out = F.conv1d(rows.t().unsqueeze(0).to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
-    left = rows.index_select(0, places.ends).unflatten(0, (-1, width - 1)).transpose(1, 2)
-    return out.index_select(0, places.windows).to(x.dtype), left
-
-
-def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor]:
-    window = torch.cat((before.to(x.dtype), x.unsqueeze(-1)), dim=-1)  # [S, C, W]
-    out = (window.float() * weight.float()).sum(-1)  # torch's convolution sums in float32 too
-    return (out if bias is None else out + bias).to(x.dtype), window[..., 1:]
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The places of rows where every sequence has a gap before it."""
-
-    tokens: Tensor  # [T] int64
-    windows: Tensor  # [T] int64, the first row of each token's window
-    gaps: Tensor  # [S * gap] int64
-    ends: Tensor  # [S * gap] int64, as many rows at the end of each sequence
-
-
-@functools.lru_cache(maxsize=8)  # all layers ask for the same
-@torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
-def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Places:
-    lengths = torch.tensor(seqlens)
-    windows = torch.arange(sum(seqlens)) + torch.arange(len(lengths)).repeat_interleave(lengths) * gap
-    ends = (lengths + gap).cumsum(0)
-    gaps, last = ((starts.unsqueeze(1) + torch.arange(gap)).flatten() for starts in (ends - lengths - gap, ends - gap))
-    return _Places(*(places.to(device) for places in (windows + gap, windows, gaps, last)))
-
-
-class LayerStates(Protocol):
-    """Memory of recurrent layers between calls: of each of S sequences, by layer."""
-
-    def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
-
-        None is to start from nothing.
-        """
-
-    def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
-        """Take what is left after the last token of each sequence, in the same shapes."""
+from spmdrl.model.layer_kinds import recurrent_layers
+from spmdrl.model.mamba2 import MIXERS as MAMBA2
+from spmdrl.model.short_conv import BLOCKS, LayerStates, convolve
+from spmdrl.model.short_conv import MIXERS as SHORT_CONVS
 
 
 class _Weights(NamedTuple):
@@ -169,11 +107,7 @@ class _GatedDeltaNet(nn.Module):
         """Convolve, and apply the rule: queries, keys and values side by side [T, C], b, a [T, H] give [T, H, Dv]."""
         conv, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
         device = mixed.device.type
-        if states is None and gated_delta_cuda.has_conv(device, weights.conv, self.activation):
-            mixed = gated_delta_cuda.causal_conv(mixed, weights.conv, weights.conv_bias, self.activation, seqlens)
-        else:
-            mixed, conv = causal_conv(mixed, weights.conv, weights.conv_bias, seqlens, conv)
-            mixed = ACT2FN[self.activation](mixed)
+        mixed, conv = convolve(mixed, weights.conv, weights.conv_bias, self.activation, seqlens, states, conv)
         value_width = b.shape[1] * self.head_v_dim
         key_width = (mixed.shape[1] - value_width) // 2
         query, key, value = mixed.split((key_width, key_width, value_width), dim=-1)
@@ -222,11 +156,12 @@ class _WithSeparateProjections(_GatedDeltaNet):
 
 
 _PROJECTIONS: dict[str, type[_GatedDeltaNet]] = {"fused": _WithFusedProjections, "separate": _WithSeparateProjections}
-_MIXERS = {
+_MIXERS: dict[str, type[nn.Module]] = {
     f"{family.classes}GatedDeltaNet": _PROJECTIONS[family.delta_net]
     for family in FAMILIES.values()
     if family.delta_net is not None
 }
+_MIXERS |= MAMBA2 | SHORT_CONVS
 
 
 def packed_layers(model: nn.Module, context: DeviceMesh | None = None) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
@@ -236,23 +171,31 @@ def packed_layers(model: nn.Module, context: DeviceMesh | None = None) -> Iterat
     """
     for module in model.modules():
         kind = type(module)
-        if mixer := _MIXERS.get(kind.__name__):
+        if mixer := (_MIXERS | BLOCKS).get(kind.__name__):
             yield module, type(kind.__name__, (mixer, kind), {"__module__": kind.__module__, "context": context})
 
 
 def restartable_layers(model: nn.Module) -> int:
-    """Count the layers that `packed_layers` yields."""
+    """Count the recurrent layers that `packed_layers` yields."""
     return sum(type(module).__name__ in _MIXERS for module in model.modules())
 
 
 def recurrent_context_problems(model_config: Any, cp: int) -> Iterator[str]:
     """Yield a sentence when the heads of a model's recurrent layers cannot be split over `cp` ranks."""
-    if RECURRENT not in (getattr(model_config, "layer_types", None) or ()):
+    if not recurrent_layers(model_config):
         return
-    heads = model_config.linear_num_key_heads  # values have a multiple of it
-    if heads % cp:
-        possible = ", ".join(str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0)
+    family, groups = family_of(model_config), 1
+    if family.mamba2 is not None:
+        heads, what = getattr(model_config, family.mamba2.heads), "heads"
+        groups = getattr(model_config, family.mamba2.groups)
+    elif family.has_short_convs:
+        heads, what = model_config.hidden_size, "channels"
+    else:
+        heads, what = model_config.linear_num_key_heads, "key heads"  # values have a multiple of it
+    possible = [n for n in range(1, heads + 1) if heads % n == 0 and (n % groups == 0 or groups % n == 0)]
+    if cp not in possible:
+        grouped = f" in {groups} groups" if groups > 1 else ""
         yield (
-            f"parallel.cp = {cp}, but the recurrent layers of {model_config.model_type} have {heads} key heads, which "
-            f"cannot be split over {cp} ranks; possible: {possible}"
+            f"parallel.cp = {cp}, but the recurrent layers of {model_config.model_type} have {heads} {what}{grouped}, "
+            f"which cannot be split over {cp} ranks; possible: {', '.join(map(str, possible))}"
         )

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.families import LogitScale, family_of, vision_family
-from spmdrl.model.layer_kinds import RECURRENT
+from spmdrl.model.layer_kinds import BOTH_KINDS, OTHER_KINDS, RECURRENT_KINDS
 from spmdrl.model.recurrent import restartable_layers
 from spmdrl.model.trunk import Trunk
 
@@ -62,9 +62,9 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
     name, text = type(model).__name__, model.config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
     layers = list(getattr(text, "layer_types", None) or ())[:num_layers]
-    if unknown := set(layers) - _ATTENTION_LAYERS - {RECURRENT}:
+    if unknown := set(layers) - _ATTENTION_LAYERS - RECURRENT_KINDS - BOTH_KINDS - OTHER_KINDS:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
-    num_recurrent = layers.count(RECURRENT)
+    num_recurrent = sum(kind in RECURRENT_KINDS | BOTH_KINDS for kind in layers)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
         return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"
     if not (model._supports_attention_backend or num_recurrent):

@@ -17,7 +17,7 @@ from spmdrl.families import vision_family
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
-from spmdrl.model.layer_kinds import recurrent_layers, remembered_elements
+from spmdrl.model.layer_kinds import attending_layers, remembered_elements
 from spmdrl.model.load import parameter_shapes
 from spmdrl.model.split import decoder_plan
 from spmdrl.types import UserError
@@ -53,7 +53,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     parameters = 0
     for name, shape in shapes.items():
-        is_product = "embed_tokens" not in name or model_config.tie_word_embeddings  # a tied one is also the head
+        is_product = ".embed" not in name or model_config.tie_word_embeddings  # a tied one is also the head
         if len(shape) > 1 and is_product and name not in in_tower:
             parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
     return flop_coefficients(
@@ -152,8 +152,9 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or hidden // heads
-    mlp_width = getattr(config, "intermediate_size", None) or 4 * hidden
-    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
+    widths = (getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size"))
+    mlp_width = next(filter(None, widths), 4 * hidden)
+    experts_per_token = (getattr(config, "num_experts_per_tok", None) or 0) if expert_names(shapes) else 0
     expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
     conv_elements, state_elements = remembered_elements(config)
     first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
@@ -170,7 +171,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
         can_be_fused=has_fused_layers(config),
-        recurrent_layers=len(recurrent_layers(config)),
+        attending_layers=len(attending_layers(config)),
         conv_elements=conv_elements,
         state_elements=state_elements,
     )

@@ -147,24 +147,63 @@ _GRANITE = {
     "logits_scaling": 16.0,
     "residual_multiplier": 0.22,
 }
+# Mamba 2 as most families call its sizes; dense Granite 4 has no experts, and no rotary embeddings.
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+_GRANITE_HYBRID = _MAMBA2 | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_intermediate_size": 40,
+    "position_embedding_type": None,
+}
+# Of Falcon-H1 0.5B, as released.
+_FALCON_H1 = {
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "key_multiplier": 0.390625,
+    "lm_head_multiplier": 0.0390625,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "mamba_rms_norm": False,
+    "mamba_norm_before_gate": False,
+    "mamba_d_ssm": 48,
+}
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}
 # Families without a test of their own, and what their configs call experts and windows.
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN.split()},
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.0625, "head_dim": 8},  # SGLang takes the size of heads from the width
     "cohere2": SLIDING | {"logit_scale": 0.25},
     "dots1": _FIRST_DENSE,
     "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
     "exaone4": SLIDING,
+    "falcon_h1": _MAMBA2 | _FALCON_H1 | {"head_dim": 8},
     "flex_olmo": EXPERTS,
     # As released, but for its cap of scores, which small random weights would not reach.
     "gemma2": SLIDING | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
     "glm4_moe": _FIRST_DENSE,
     "granite": _GRANITE,
     "granitemoe": _GRANITE | EXPERTS | {"num_local_experts": 5},
+    "granitemoehybrid": _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 5},
     "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8, "head_dim": 8},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "head_dim": 8},
     "minimax_m2": EXPERTS | {"num_local_experts": 5},
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "nanochat": {"final_logit_softcapping": 15.0},
+    # Nemotron 3 Super and Ultra have experts that work on narrower inputs.
+    "nemotron_h": _NEMOTRON_H | {"moe_latent_size": 16},
     "olmo3": SLIDING,
     "phi3": longrope(20, num_factors=4) | {"head_dim": 8, "original_max_position_embeddings": 20},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},

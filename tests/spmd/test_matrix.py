@@ -193,9 +193,14 @@ def test_every_layout_of_gated_delta_nets_gives_what_one_rank_gives(save: Callab
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1 or has_experts))
 
 
-# Other families, and the layouts that they have.
-LAYOUTS = {
-    "gemma2": ("cp 2", "cp 2 (ulysses)", "tp 2"),
+# Other families, and the layouts that they have. Where logits are made small, so are gradients.
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "gemma2": (("cp 2", "cp 2 (ulysses)", "tp 2"), {}),
+    "falcon_h1": (("cp 2", "cp 2 (ulysses)"), {"lm_head_multiplier": 4.0}),
+    # Ranks have parts of a group's heads.
+    "granitemoehybrid": (("cp 2", "cp 4"), {"mamba_n_groups": 1, "logits_scaling": 0.25}),
+    "lfm2_moe": (("cp 2", "cp 2 (ulysses)", "ep 2"), {"num_experts": 8}),
+    "nemotron_h": (("cp 2", "cp 2, selective"), {}),
 }
 
 
@@ -205,9 +210,11 @@ LAYOUTS = {
 def test_another_family_gives_in_its_layouts_what_one_rank_gives(
     tmp_path: Path, family: str, lora: LoraConfig | None
 ) -> None:
-    path = save_other(family, tmp_path, vocab_size=VOCABULARY)
-    settings = dataclasses.replace(by_reward(path), lora=lora)
-    require_same(matrix(settings, lambda case: case.name in LAYOUTS[family]))
+    names, sizes = LAYOUTS[family]
+    path = save_other(family, tmp_path, vocab_size=VOCABULARY, **sizes)
+    found = matrix(dataclasses.replace(by_reward(path), lora=lora), lambda case: case.name in names)
+    assert found.keys() == {"1 rank", *names}
+    require_same(found)
 
 
 @pytest.mark.slow

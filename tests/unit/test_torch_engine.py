@@ -408,7 +408,7 @@ def test_the_planner_counts_what_the_cache_holds(model) -> None:
     keys_values = cache._keys_values._keys.nbytes + cache._keys_values._values.nbytes
     assert keys_values == 4 * 8 * decoder.key_value_width * 4
     layers = cache._states._of_layers
-    assert len(layers) == decoder.recurrent_layers
+    assert len(layers) == decoder.num_layers - decoder.attending_layers
     for elements, number in ((decoder.conv_elements, 0), (decoder.state_elements, 1)):
         assert sum(cells[number].nbytes for cells in layers.values()) == 3 * elements * 4
 
