@@ -36,7 +36,7 @@ class LogitSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2:
-    """What a family with layers of Mamba 2 calls them, and their sizes in its config."""
+    """The names of a family's layers of Mamba 2, and of their sizes in its config."""
 
     mixer: str  # the class, without the family's name
     heads: str = "mamba_n_heads"
