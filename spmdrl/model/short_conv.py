@@ -1,4 +1,4 @@
-"""Causal depthwise convolutions over packed sequences, each of which goes on from its own inputs.
+"""Causal depthwise convolutions over packed sequences, each of which continues from its own inputs.
 
 Recurrent layers have one in front of their rule. In LFM2 it is all that mixes tokens: the whole layer is here.
 """

@@ -134,7 +134,7 @@ class _Block:
             by_decay_of_chunk[step] = (self.states[step] * after).sum(1, keepdim=True)
             after.mul_(self.of_chunk[step]).add_(by_states[step])
 
-        # What goes through the states: a token's decay is in what it and later ones read of the state, in what earlier
+        # What tokens have through states: a token's decay is in what it and later ones read of the state, in what earlier
         # ones wrote, and in the state that is left.
         read = self._of_heads(torch.bmm(self.q, self.states).mul_(by_read))
         by_q = torch.bmm(by_read, self.states.transpose(1, 2))
