@@ -11,6 +11,7 @@ from contextlib import closing
 
 from spmdrl import checkpoint
 from spmdrl.config import PreferencesConfig
+from spmdrl.config.distill import REFERENCE
 from spmdrl.learn.learner import POLICY, Learner
 from spmdrl.learn.pairs import PreferenceObjective
 from spmdrl.learn.update import update
@@ -36,7 +37,7 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = run.load_policy()
-        reference = reference_columns(run.load_reference(policy))
+        reference = reference_columns(run.load_frozen(policy)[REFERENCE])
     objective = PreferenceObjective(cfg.pairs)
     learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}

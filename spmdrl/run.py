@@ -33,9 +33,10 @@ from spmdrl.memory.device import MemoryPlan
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.cpu_room import cpu_room
+from spmdrl.model.frozen import FrozenModel, load_frozen
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import compute_dtype
-from spmdrl.model.lora.policy import Reference, load_trained, reference_of
+from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.machine import processor
 from spmdrl.model.policy import Policy
 from spmdrl.report import Report, RunFolder
@@ -99,11 +100,12 @@ class Run(Generic[SettingsT]):
         cfg = self.cfg
         return load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
 
-    def load_reference(self, policy: Policy) -> Reference | None:
-        """Return the frozen model that the policy is compared with; None for a run without one."""
-        if self.cfg.has_reference:
-            return reference_of(policy, self.cfg.model, self.meshes, **self._logprob_options)
-        return None
+    def load_frozen(self, policy: Policy) -> dict[str, FrozenModel]:
+        """Return the frozen models that the policy is compared with, by name: a reference, and teachers."""
+        cfg = self.cfg
+        return load_frozen(
+            policy, cfg.model, cfg.frozen_models, self.meshes, temperatures=cfg.temperatures, kernel=self.kernel
+        )
 
     @property
     def _logprob_options(self) -> dict[str, Any]:

@@ -54,6 +54,7 @@ from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.steps import Steps
+from spmdrl.step.teachers import Beside
 from spmdrl.types import Prompt
 
 
@@ -64,7 +65,7 @@ def train(run: Launch[Config]) -> None:
         return serve(run)
     with report.span("load"):
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
-        reference = run.load_reference(policy)
+        beside = Beside(policy, run.load_frozen(policy), cfg.distill)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
@@ -91,8 +92,8 @@ def train(run: Launch[Config]) -> None:
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # every rank computes the same assignment
                 images.restore([*(one.rollout for one in rewarded), *collected.probes])
-                sequences = to_sequences(rewarded, meshes.training, turn_weight=cfg.reward.turn_weight)
-                batch = build_batch(sequences, plan, meshes, **cfg.loss.weighting)
+                sequences = to_sequences(rewarded, meshes.training, **cfg.sequence_options)
+                batch = build_batch(sequences, plan, meshes, **cfg.weighting)
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():
                 with report.span("images"):  # a frozen tower looks once at each, for all that follows
@@ -100,11 +101,11 @@ def train(run: Launch[Config]) -> None:
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, probes, meshes)
                 with steps.phase("logprobs"):
-                    batch = add_logprobs(batch, learners, reference, cfg, meshes)
+                    batch = add_logprobs(batch, learners, beside, cfg, meshes)
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
                     batch = correct(batch, cfg, meshes)
                     batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
-                with steps.phase("update"):  # the last vote: from here on weights change
+                with steps.phase("update"), beside.present():  # the last vote: from here on weights change
                     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))
             with report.span("refit"):

@@ -275,6 +275,8 @@ class TurnSpan:
     state: int = 0  # 52-bit hash of what the policy read before it; equal states of a prompt group can be compared
 
 
+NO_TEACHER = -1  # of a sequence that is not distilled
+
 Place = tuple[int, int]  # of a sequence: its rollout's in the step's global order, its own among the rollout's
 
 
@@ -292,6 +294,7 @@ class Sequence:
     turns: tuple[TurnSpan, ...] = ()  # in order; none in fine-tuning
     earned: float = 0.0  # the rewards of the turns of the parts before this one
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
+    teacher: int = NO_TEACHER  # place of its teacher in the settings
 
     @property
     def place(self) -> Place:
@@ -340,11 +343,15 @@ class MicroBatch:
     # [T] float32, how much the cross entropy of a token that the environment put in counts in the global loss, 0
     # elsewhere; None where the policy does not learn to predict its environment.
     environment_weights: Tensor | None = None
+    # [T] float32, how much a token's divergence from its teacher counts, in the global loss or in its advantage; 0 for
+    # a token that is not distilled. None where there is no teacher.
+    distill_weights: Tensor | None = None
     sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
+    sequence_teacher: tuple[int, ...] = ()  # [S] place of each sequence's teacher in the settings, or NO_TEACHER
 
     # images: `step/images.py`, where there are some
     # The features of each distinct image by a frozen tower, in the order of their first places: [num_tokens, L, D],
@@ -358,6 +365,10 @@ class MicroBatch:
     # logprobs: `step/logprobs.py`
     old_logprobs: Tensor | None = None  # [T] float32, nats; None where the policy has not moved in this step
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
+    teacher_logprobs: Tensor | None = None  # [T] float32, nats, 0 for a token that is not distilled; None likewise
+    # Of each teacher: [N, D], its hidden states from which the N tokens that it teaches are predicted, those of this
+    # rank's chunk; on the host. None where it teaches nothing here; () without a divergence over the whole vocabulary.
+    teacher_hidden: tuple[Tensor | None, ...] = ()
     values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
 
     # advantages: `step/advantages.py`
@@ -384,6 +395,12 @@ class MicroBatch:
     def predicted(self) -> Tensor:
         """[T] bool: the tokens whose log-probabilities are computed."""
         return self.loss_mask if self.environment_weights is None else self.loss_mask | (self.environment_weights != 0)
+
+    def taught_by(self, place: int) -> Tensor:
+        """[T] bool: the distilled tokens of the sequences that this teacher teaches."""
+        assert self.distill_weights is not None, "no token of this micro-batch is distilled"
+        is_its = torch.tensor([teacher == place for teacher in self.sequence_teacher])
+        return is_its.repeat_interleave(torch.tensor(self.seqlens)) & (self.distill_weights.cpu() != 0)
 
     @property
     def seqlens(self) -> list[int]:

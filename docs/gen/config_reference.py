@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from spmdrl.config import Config, PreferencesConfig, Section, SftConfig
 from spmdrl.config.base import INT32_MAX
-from spmdrl.config.errors import is_array, sections_in
+from spmdrl.config.errors import is_array, is_by_name, sections_in
 from spmdrl.faults.text import say
 
 _INTRODUCTION = """\
@@ -65,7 +65,9 @@ def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -
     (section,) = sections_in(field.annotation)
     described[section] = name
     parts = [f"### `[{name}]`\n"]
-    if not field.is_required():
+    if is_by_name(field.annotation):
+        parts = [f"### `[{name}.NAME]`\n", "A table for each, under names of yours.\n"]
+    elif not field.is_required():
         parts.append("Off when left out.\n" if field.default is None else "Every setting has a default.\n")
     parts.append(_table(section))
     for key, inner in section.model_fields.items():
@@ -79,11 +81,16 @@ def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -
 
 
 def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:
-    """Describe an array of tables, each of which has one of several kinds."""
+    """Describe an array of tables, each of which has one of several kinds, or all the same settings."""
     if kinds[0] in described:
         yield f"Each `[[{name}]]` has one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
         return
-    yield from _kinds(f"[[{name}]]", name, kinds, described)
+    if "kind" in kinds[0].model_fields:
+        yield from _kinds(f"[[{name}]]", name, kinds, described)
+    else:
+        described[kinds[0]] = name
+        yield f"#### `[[{name}]]`\n"
+        yield _table(kinds[0])
 
 
 def _kinds(title: str, name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:

@@ -41,6 +41,11 @@ def centre(rewards: Tensor) -> Tensor:
     return shifted - _row_sums(shifted) / rewards.shape[1]
 
 
+def no_advantage(rewards: Tensor) -> Tensor:
+    """0 for each of the rewards [P, G], which are then measured and not trained on."""
+    return torch.zeros_like(rewards)
+
+
 def opo(rewards: Tensor, *, num_tokens: Tensor) -> Tensor:
     """R - sum(n R) / sum(n) over the group, for rewards [P, G] of rollouts with n = num_tokens [P, G] loss tokens.
 
@@ -269,6 +274,13 @@ ESTIMATORS: dict[str, Estimator] = {
         text="R - the reward of one more response to the prompt, sampled greedily and not trained on",
         source="arXiv:2310.10505",
         when="One rollout per prompt, or few: the baseline costs one more response, and is the prompt's own.",
+        smallest_group=1,
+    ),
+    "none": Estimator(
+        function=no_advantage,
+        text="0",
+        source="spmdrl",
+        when="To learn from `[distill]` alone: rewards are measured, and nothing is trained on them.",
         smallest_group=1,
     ),
     "pass_at_k": Estimator(

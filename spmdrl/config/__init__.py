@@ -18,6 +18,7 @@ from spmdrl.config.data import (
     PromptsConfig,
     ReasoningGymData,
 )
+from spmdrl.config.distill import DistillConfig, OtherModelConfig, TeacherConfig
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from spmdrl.config.on_policy import EXACT_BACKENDS
@@ -54,6 +55,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DebugConfig",
+    "DistillConfig",
     "Draft",
     "EnvironmentConfig",
     "EvalConfig",
@@ -73,6 +75,7 @@ __all__ = [
     "ModelConfig",
     "OffloadConfig",
     "OptimConfig",
+    "OtherModelConfig",
     "PackConfig",
     "PairsConfig",
     "ParallelConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "Section",
     "SectionT",
     "SftConfig",
+    "TeacherConfig",
     "TuningConfig",
     "WatchdogConfig",
     "read_config",

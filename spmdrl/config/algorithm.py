@@ -42,8 +42,9 @@ def _known_loss(name: str) -> str:
 class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `opo`, `remax` (which samples one
-    more response for each prompt, greedily), `pass_at_k` or `gigpo` (of episodes), see `docs/algorithms.md`; or a
-    function of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
+    more response for each prompt, greedily), `pass_at_k`, `gigpo` (of episodes) or `none` (rewards are measured, and
+    not trained on), see `docs/algorithms.md`; or a function of yours, `package.module:function` or
+    `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
     """`grpo` and `gigpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

@@ -34,9 +34,14 @@ def is_array(annotation: Any) -> bool:
     return get_origin(annotation) is tuple and bool(sections_in(annotation))
 
 
+def is_by_name(annotation: Any) -> bool:
+    """True for a field that holds tables whose names the user chooses, such as [models.NAME]."""
+    return get_origin(annotation) is dict and bool(sections_in(annotation))
+
+
 def is_whole(annotation: Any) -> bool:
-    """True for a field that is one setting although it holds tables: a list of them, or a table of several kinds."""
-    return is_array(annotation) or len(sections_in(annotation)) > 1
+    """True for a field that is one setting although it holds tables: several of them, or a table of several kinds."""
+    return is_array(annotation) or is_by_name(annotation) or len(sections_in(annotation)) > 1
 
 
 def all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
@@ -48,9 +53,10 @@ def all_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def all_tables(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all tables that are not in an array."""
+    """The dotted names of all tables that are not in an array, and whose names are ours."""
     for key, info in kind.model_fields.items():
-        for section in [] if is_array(info.annotation) else sections_in(info.annotation):
+        is_one = not is_array(info.annotation) and not is_by_name(info.annotation)
+        for section in sections_in(info.annotation) if is_one else []:
             yield prefix + key
             yield from all_tables(section, f"{prefix}{key}.")
 
@@ -59,15 +65,19 @@ def _walk(kind: type[Section], location: Location) -> Iterator[tuple[str | int, 
     """Yield each part of a location, True where it is a chosen `kind`, and the Section classes that may stand there."""
     sections = [kind]
     is_choice = False  # the next key says which of the sections it is
+    is_name = False  # the next key is a name that the user chose
     for part in location:
         is_tag = is_choice and isinstance(part, str)
-        if is_tag:
+        if is_name:
+            is_name = False
+        elif is_tag:
             sections = [section for section in sections if part in get_args(section.model_fields["kind"].annotation)]
             is_choice = False
         elif isinstance(part, str):
             fields = [section.model_fields[part] for section in sections if part in section.model_fields]
             sections = [inner for field in fields for inner in sections_in(field.annotation)]
             is_choice = len(sections) > 1 and not any(is_array(field.annotation) for field in fields)
+            is_name = any(is_by_name(field.annotation) for field in fields)
         else:
             is_choice = bool(sections)
         yield part, is_tag, sections
@@ -82,7 +92,8 @@ def without_types(kind: type[Section], location: Location) -> Location:
     """A location without the names that pydantic gives to types, which follow the setting that has them."""
     around = [kind]
     for place, (part, is_tag, sections) in enumerate(_walk(kind, location)):
-        if isinstance(part, str) and not is_tag and not any(part in section.model_fields for section in around):
+        is_known = any(part in section.model_fields for section in around) or (around and sections == around)
+        if isinstance(part, str) and not is_tag and not is_known:
             return location[:place]
         around = sections
     return location
@@ -147,6 +158,7 @@ def settings_in(kind: type[Section], sentence: str) -> list[str]:
     After `table: ` it calls the settings of that table by their names there.
     """
     known, tables = set(all_keys(kind)), set(all_tables(kind))
+    by_name = {key for key, info in kind.model_fields.items() if is_by_name(info.annotation)}
     table, colon, _ = sentence.partition(": ")
     prefix = f"{table}." if colon and table in tables else ""
     spoken = re.sub(r'"[^"]*"', '""', sentence)  # values may be spelled like names
@@ -154,7 +166,8 @@ def settings_in(kind: type[Section], sentence: str) -> list[str]:
     for bracket, word in re.findall(r"(?<![\w./-])(\[?)(\w++(?:\.\w++)*+)(?![\w/])", spoken):
         name = prefix + word if prefix + word in known else word
         # Without brackets or a dot, the name of a table is a word like others: data, model, run.
-        if name in known and (bracket or "." in word or name not in tables):
+        is_ours = name in known and (bracket or "." in word or name not in tables)
+        if is_ours or ("." in name and name.partition(".")[0] in by_name):
             found.append(name)
     return found[1:] + found[:1] if prefix else found
 

@@ -249,9 +249,9 @@ def needs_global_stats(correction: CorrectionConfig) -> bool:
 
 
 def needs_old_logprobs(
-    loss: LossConfig, correction: CorrectionConfig, *, num_updates: int, kl_in_reward: bool = False
+    loss: LossConfig, correction: CorrectionConfig, *, num_updates: int, penalizes_divergence: bool = False
 ) -> bool:
     """True when a step takes a pass for the trainer's log-probabilities before its updates."""
     if correction.old == "rollout":
         return False
-    return num_updates > 1 or needs_global_stats(correction) or kl_in_reward or bool(loss.choice)
+    return num_updates > 1 or needs_global_stats(correction) or penalizes_divergence or bool(loss.choice)

@@ -80,8 +80,9 @@ RewardTerm = Annotated[
 
 
 class RewardConfig(Section):
-    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False, min_length=1)]
-    """The reward is the weighted sum of these; at least one weight is positive."""
+    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = ()
+    """The reward is the weighted sum of these; at least one weight is positive. Empty, for runs that learn from
+    `[distill]` alone: nothing is rewarded."""
     timeout_s: Seconds = 10.0
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
@@ -149,5 +150,5 @@ def tests_end_before_the_reward(reward: RewardConfig) -> Iterator[str]:
 
 @rule(RewardConfig)
 def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
-    if not any(term.weight > 0 for term in reward.terms):
+    if reward.terms and not any(term.weight > 0 for term in reward.terms):
         yield "no term has a positive weight, so nothing would be rewarded; give one of terms a weight above 0"

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
 from spmdrl.config.data import ReasoningGymData
+from spmdrl.config.distill import REFERENCE
 from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_facts, engine_name_problems
 from spmdrl.config.environment import ReasoningGymEnvironment
-from spmdrl.config.errors import all_keys, did_you_mean, sections_at
+from spmdrl.config.errors import all_keys, did_you_mean, is_by_name, sections_at
 from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
 
@@ -305,6 +306,8 @@ def resume_names_settings(cfg: Config | TuningConfig) -> Iterator[str]:
         # Entries of a free table, such as rollout.sglang, have no names of their own.
         parts = name.split(".")
         longest = next((i for i in range(len(parts), 0, -1) if ".".join(parts[:i]) in known), 0)
+        if longest and is_by_name(type(cfg).model_fields[parts[0]].annotation):
+            continue
         if longest < len(parts) and (not longest or sections_at(type(cfg), tuple(parts[:longest]))):
             hint = did_you_mean(type(cfg), tuple(parts))
             yield f"resume.changed names {name}, which is no setting{hint}"
@@ -433,6 +436,92 @@ def a_quantized_base_does_not_sleep(cfg: Config) -> Iterator[str]:
             f'lora.base = "{cfg.lora.base}" {_WHOLE_ON_EACH_RANK}, and offload.trainer = "all" would move it to the '
             'host; set offload.trainer = "optimizer" or "none"'
         )
+
+
+# Rules about the models beside the policy, and about learning from them.
+
+
+@rule(Config)
+def models_are_used(cfg: Config) -> Iterator[str]:
+    known = ", ".join(f'"{name}"' for name in cfg.models) or "none"
+    for one in cfg.distill.by_place if cfg.distill else ():
+        if one.model and one.model not in cfg.models:
+            yield f'[distill]: "{one.model}" is to teach, and [models.{one.model}] is missing; there are {known}'
+    for name in cfg.models.keys() - cfg.frozen_models.keys():
+        use = "neither loss.kl_coef nor reward.kl_coef is set" if name == REFERENCE else "[distill] does not name it"
+        yield f"[models.{name}] has no use: {use}; remove it"
+
+
+@rule(Config)
+def models_have_one_origin(cfg: Config) -> Iterator[str]:
+    for name, model in cfg.models.items():
+        if (model.path is None) == (model.adapters is None):
+            yield f"[models.{name}]: set one of models.{name}.path and models.{name}.adapters, and not both"
+        elif model.is_own_base and cfg.lora is None:
+            yield (
+                f'models.{name}.adapters = "off" is the policy without the adapters of [lora], and there is no [lora]; '
+                f"set models.{name}.path instead"
+            )
+        elif model.is_own_base and is_set(model, "rests_on"):
+            yield f"models.{name}.rests_on has no meaning for the policy without its adapters; remove it"
+
+
+@rule(Config)
+def teachers_have_tasks_of_the_data(cfg: Config) -> Iterator[str]:
+    known = sorted({source.task for source in cfg.data.sources})
+    for place, one in enumerate(cfg.distill.teachers if cfg.distill else ()):
+        for task in one.tasks or ():
+            if task not in known:
+                yield f'distill.teachers.{place}.tasks: no source of data.sources has the task "{task}", but {known}'
+
+
+@rule(Config)
+def sequence_losses_need_whole_divergences(cfg: Config) -> Iterator[str]:
+    if _is_per_sequence(cfg) and cfg.distill is not None and not cfg.distill.over_vocabulary:
+        yield (
+            f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but distill.divergence '
+            '= "sampled_kl" gives each its own; set divergence = "reverse", or another kind'
+        )
+
+
+@rule(Config)
+def distilled_groups_are_not_dropped(cfg: Config) -> Iterator[str]:
+    if cfg.distill is not None and cfg.rollout.dynamic_sampling:
+        yield (
+            "rollout.dynamic_sampling = true drops groups of equal rewards, of which a teacher of [distill] has as "
+            "much to say as of others; remove one of them"
+        )
+
+
+@rule(Config)
+def exact_heads_have_no_divergence(cfg: Config) -> Iterator[str]:
+    if cfg.true_on_policy and cfg.distill is not None and cfg.distill.over_vocabulary:
+        yield (
+            f'distill.divergence = "{cfg.distill.divergence}" is computed by the fast head, and true_on_policy = true '
+            'asks for another; set divergence = "sampled_kl", or true_on_policy = false'
+        )
+
+
+@rule(Config)
+def something_is_trained(cfg: Config) -> Iterator[str]:
+    if cfg.advantage.estimator == "none" and cfg.distill is None and not cfg.loss.environment_coef:
+        yield (
+            'advantage.estimator = "none" leaves rewards untrained, and there is no [distill] to learn from; add '
+            "[distill], or choose another estimator"
+        )
+
+
+@rule(Config)
+def nothing_is_compared_without_rewards(cfg: Config) -> Iterator[str]:
+    if cfg.reward.terms:
+        return
+    if cfg.advantage.estimator != "none":
+        yield (
+            f'reward.terms is empty, so that advantage.estimator = "{cfg.advantage.estimator}" has no rewards to '
+            'compare; give terms, or set estimator = "none" and learn from [distill]'
+        )
+    if cfg.eval is not None:
+        yield "reward.terms is empty, so that [eval] could not tell right answers from wrong; give terms, or remove it"
 
 
 def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig
 from spmdrl.config.answers import (
@@ -16,6 +18,7 @@ from spmdrl.config.answers import (
 )
 from spmdrl.config.base import Section
 from spmdrl.config.data import DataConfig, EvalConfig, PackConfig, PromptsConfig
+from spmdrl.config.distill import REFERENCE, DistillConfig, Models, OtherModelConfig, frozen_models
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from spmdrl.config.optim import CriticConfig, OptimConfig
@@ -30,6 +33,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
+from spmdrl.types import NO_TEACHER
 
 
 class Config(Section):
@@ -41,13 +45,15 @@ class Config(Section):
     run: RunConfig
     model: ModelConfig
     lora: LoraConfig | None = None
+    models: Models = Field(default_factory=dict)
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     rollout: RolloutConfig
     refit: RefitConfig = RefitConfig()
     offload: OffloadConfig = OffloadConfig()
     environment: EnvironmentConfig | None = None
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
+    distill: DistillConfig | None = None
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -76,9 +82,35 @@ class Config(Section):
         return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
 
     @property
-    def loads_reference(self) -> bool:
-        """True when the reference is a model of its own; that of adapters is their base."""
-        return self.has_reference and self.lora is None
+    def penalizes_divergence(self) -> bool:
+        """True when the divergence from another model is taken off rewards or advantages, before the updates."""
+        return self.reward.kl_coef > 0 or (self.distill is not None and not self.distill.over_vocabulary)
+
+    @property
+    def frozen_models(self) -> dict[str, OtherModelConfig]:
+        """The models that the policy is compared with, by name. The reference of adapters is their base."""
+        began = OtherModelConfig(path=self.model.path) if self.lora is None else OtherModelConfig(adapters="off")
+        return frozen_models(self.models, self.distill, reference=began if self.has_reference else None)
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """The temperature at which each of `frozen_models` is asked: the policy's, but that of teachers may be set."""
+        own, teachers = self.rollout.temperature, self.distill and self.distill.teacher_temperature
+        return {name: own if name == REFERENCE else teachers or own for name in self.frozen_models}
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """Settings that say what a token counts in the loss of its mini-batch."""
+        return {**self.loss.weighting, "distill": self.distill}
+
+    @property
+    def sequence_options(self) -> dict[str, Any]:
+        """Settings that say what a sequence is rewarded with, and who teaches it."""
+        return {"turn_weight": self.reward.turn_weight, "teacher_of": self.teacher_of}
+
+    def teacher_of(self, task: str) -> int:
+        """Return the place of the teacher of a data source among `distill.by_place`, or NO_TEACHER."""
+        return NO_TEACHER if self.distill is None else self.distill.teacher_of(task)
 
     @property
     def sends_adapters(self) -> bool:
@@ -159,9 +191,19 @@ class TuningConfig(Section):
         return False
 
     @property
-    def loads_reference(self) -> bool:
-        """True when the reference is a model of its own; that of adapters is their base."""
-        return self.has_reference and self.lora is None
+    def frozen_models(self) -> dict[str, OtherModelConfig]:
+        """The models that the policy is compared with, by name."""
+        return frozen_models({}, None, reference=self.began if self.has_reference else None)
+
+    @property
+    def began(self) -> OtherModelConfig:
+        """The model that training begins with; that of adapters is their base."""
+        return OtherModelConfig(path=self.model.path) if self.lora is None else OtherModelConfig(adapters="off")
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """The temperature at which each of `frozen_models` is asked."""
+        return dict.fromkeys(self.frozen_models, 1.0)
 
 
 class SftConfig(TuningConfig):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import gather_rows
-from spmdrl.types import ImageSpan, Place, Sequence, TurnSpan
+from spmdrl.types import NO_TEACHER, ImageSpan, Place, Sequence, TurnSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class SequenceInfo:
     reward: float = 0.0
     baseline_reward: float = math.nan  # nan where there is none
     earned: float = 0.0  # the rewards of the turns of the parts before
+    teacher: int = NO_TEACHER  # its place in the settings
 
     @property
     def place(self) -> Place:
@@ -58,6 +59,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             sum(end - start for start, end in s.observation_spans),
             len(s.turns),
             len(s.images),
+            s.teacher,
             s.reward,
             s.baseline_reward,
             s.earned,
@@ -65,14 +67,14 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
         for s in sequences
     ]
     # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 10))
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 11))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images = map(int, row[:7])
-    reward, baseline_reward, earned = row[7:]
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, teacher = map(int, row[:8])
+    reward, baseline_reward, earned = row[8:]
     return SequenceInfo(
         index=index,
         part=part,
@@ -85,6 +87,7 @@ def _info(row: list[float], rank: int) -> SequenceInfo:
         reward=reward,
         baseline_reward=baseline_reward,
         earned=earned,
+        teacher=teacher,
     )
 
 
@@ -189,6 +192,7 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
             for number, start, end, state, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
         ),
         earned=info.earned,
+        teacher=info.teacher,
         images=tuple(
             ImageSpan(digest=_digest(high, low), start=start, num_tokens=num_tokens, grid=(frames, rows, columns))
             for high, low, start, num_tokens, frames, rows, columns in of_images.view(-1, _IMAGE_WIDTH).tolist()

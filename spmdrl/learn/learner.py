@@ -183,7 +183,7 @@ def start_learners(
         POLICY: Learner.start(
             policy,
             optimizers[POLICY],
-            PolicyObjective(cfg.loss, coefficients, cfg.correction, cfg.mismatch),
+            PolicyObjective(cfg.loss, coefficients, cfg.correction, cfg.mismatch, cfg.distill),
             num_updates=plan.num_updates,
             dtype=dtype,
             limits=UpdateGuards.of(cfg, meshes.training),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.losses import PolicyLoss, clipped_value_loss, mismatch, sft_loss, weighted_sum
-from spmdrl.config import Config, CorrectionConfig, LossConfig, MismatchConfig
+from spmdrl.config import Config, CorrectionConfig, DistillConfig, LossConfig, MismatchConfig
 from spmdrl.learn.coefficients import ENTROPY
 from spmdrl.learn.correction import importance_weights, mismatch_means
 from spmdrl.model.policy import TokenLogprobs
@@ -161,7 +161,7 @@ class ObjectiveFunction(Protocol):
 
 class PolicyObjective:
     """Corrected policy loss + kl_coef KL(policy || reference) - entropy_coef entropy, per loss token; and the cross
-    entropy of what environments said, where that has weights."""
+    entropy of what environments said, and the divergence from teachers, where those have weights."""
 
     def __init__(
         self,
@@ -169,9 +169,11 @@ class PolicyObjective:
         coefficients: Mapping[str, float] = MappingProxyType({}),
         correction: CorrectionConfig = NO_CORRECTION,
         mismatch: MismatchConfig = USUAL_MISMATCH,
+        distill: DistillConfig | None = None,
     ) -> None:
         """`coefficients` are those of `coefficients.py`, which may change from step to step."""
         self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
+        self._distill = distill
         self._policy_loss = policy_loss_function(loss)
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
@@ -201,12 +203,16 @@ class PolicyObjective:
             means[f"update/{self._loss.kl_estimator}_ref_nats"] = kl.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
             per_token = per_token - entropy_coef * outputs.entropy
-        loss_sum, elsewhere = weighted_sum(per_token, micro_batch.loss_weights), {}
+        loss_sum = weighted_sum(per_token, micro_batch.loss_weights)
+        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
         if (weights := micro_batch.environment_weights) is not None:
             said = weights != 0
             cross_entropy = sft_loss(logprobs, said)
             loss_sum = loss_sum + weighted_sum(cross_entropy, weights)
             elsewhere["loss/environment_nats"] = cross_entropy.detach(), said
+        if self._distill is not None and outputs.divergence is not None:
+            loss_sum = loss_sum + distilled(outputs.divergence, micro_batch)
+            elsewhere |= distill_values(outputs.divergence, micro_batch, self._distill)
         return Objective(
             loss_sum=loss_sum,
             means=means,
@@ -218,6 +224,26 @@ class PolicyObjective:
                 **({"correction/effective_fraction": weighed.weights} if weighed.means else {}),
             },
         )
+
+
+def distilled(divergence: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """[] float32: the divergences [T] of the distilled tokens, by their weights."""
+    assert micro_batch.distill_weights is not None
+    return weighted_sum(divergence, micro_batch.distill_weights)
+
+
+def distill_values(
+    divergence: Tensor, micro_batch: MicroBatch, distill: DistillConfig
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Divergences [T] to report, and where [T] they are averaged: over all distilled tokens and by teacher."""
+    values, weights = divergence.detach(), micro_batch.distill_weights
+    assert weights is not None
+    name = f"distill/{distill.divergence}_nats"
+    by_teacher = {
+        f"{name}_{one.model}": (values, micro_batch.taught_by(place).to(values.device))
+        for place, one in enumerate(distill.teachers)
+    }
+    return {name: (values, weights != 0)} | by_teacher
 
 
 @dataclass(frozen=True, slots=True)

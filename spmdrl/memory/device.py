@@ -131,8 +131,8 @@ def model_size(
 class TrainingMemory:
     """Bytes that training takes on one rank's device, without activations."""
 
-    weights: int  # shards of the policy and of the critic if there is one, and adapters
-    adapters: int = 0  # of these, adapters, which never leave the device
+    weights: int  # shards of the policy and of the critic if there is one, adapters, and frozen models that rest there
+    stays: int = 0  # of these, adapters and frozen models, which never leave the device
     gradients: int  # float32 shards, of the larger of the two: they are updated one after the other
     optimizer: int  # state of both between steps; 0 for an optimizer that is not built in
     gathered: int  # full weights in the compute dtype, when most of them are gathered
@@ -171,19 +171,26 @@ class MemoryPlan(TrainingMemory):
 
 
 def training_memory(
-    model: ModelConfig, optim: OptimConfig, trained: Sequence[ModelSize], *, compute_bytes: int
+    model: ModelConfig,
+    optim: OptimConfig,
+    trained: Sequence[ModelSize],
+    *,
+    compute_bytes: int,
+    resident: Sequence[ModelSize] = (),
 ) -> TrainingMemory:
     """Count the bytes of training these models in turn on one rank.
 
-    `compute_bytes` is the size of an element of the compute dtype.
+    `compute_bytes` is the size of an element of the compute dtype; `resident` are frozen models that rest on the
+    device.
     """
     on_device = [size for size in trained if size.adapters or not model.cpu_offload]
     adapters = sum(size.adapters + size.adapter_start for size in trained) * _FLOAT32
+    stays = adapters + sum(size.shard for size in resident) * _FLOAT32
     bases = 0 if model.cpu_offload else sum(size.base_bytes(compute_bytes) for size in trained)
     stepped = sum(size.stepped for size in on_device) * _FLOAT32
     return TrainingMemory(
-        weights=bases + adapters,
-        adapters=adapters,
+        weights=bases + stays,
+        stays=stays,
         gradients=max((size.gradient_bytes for size in on_device), default=0),
         optimizer=0 if optim.state_on_host else stepped * states_per_weight(optim),
         gathered=max(gathered_weights(model, size) for size in trained) * compute_bytes,
@@ -200,28 +207,29 @@ def plan_memory(
     bucket_bytes: int,
     overhead: Overhead,
     critic: ModelSize | None = None,
+    resident: Sequence[ModelSize] = (),
 ) -> MemoryPlan:
     """Plan the memory of one of the `num_ranks` ranks that hold a copy of the policy, and of its colocated engine.
 
     `compute_bytes` is the size of an element of the compute dtype, `bucket_bytes` that of a refit's buckets, `overhead`
-    that of the rank's device.
+    that of the rank's device. `resident` are frozen models that rest there.
     """
     disaggregated = cfg.rollout.placement == "disaggregated"
     trained = [size, critic] if critic else [size]
-    training = training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes)
+    training = training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes, resident=resident)
     in_process = engine_facts(cfg.rollout.engine).in_process
     # The torch engine merges the adapters of a version's experts: of the one before too while it takes the next one.
     merged = 2 * size.all_adapted_experts if in_process and cfg.sends_adapters else 0
     engine_weights = 0 if disaggregated else (size.whole + merged) * compute_bytes // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
-    free = device_bytes - overhead.at_launch - (training.adapters if cfg.offload.trainer == "all" else training.weights)
+    free = device_bytes - overhead.at_launch - (training.stays if cfg.offload.trainer == "all" else training.weights)
     has_share = not disaggregated and engine_facts(cfg.rollout.engine).takes_fixed_share
     share = int(cfg.rollout.memory_fraction * free) if has_share else None
     cache = max(0, (share or 0) - engine_weights)
     bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     merging = size.largest_weight * _FLOAT32 if cfg.merges_adapters else 0
-    movable = training.weights - training.adapters + training.optimizer
+    movable = training.weights - training.stays + training.optimizer
     moved = {"none": 0, "optimizer": training.optimizer, "all": movable}
     return MemoryPlan(
         **dataclasses.asdict(training),

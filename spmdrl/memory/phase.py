@@ -54,6 +54,16 @@ def not_empty(parts: Parts) -> Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenModelSize:
+    """A model beside the policy that is loaded and never trained."""
+
+    size: ModelSize
+    decoder: Decoder  # of the whole model
+    on_device: bool  # where its shards rest
+    teaches_vocabulary: bool  # its head is on the device during updates, and its hidden states wait on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """One rank of a run: all that its phases depend on, besides the settings."""
 
@@ -74,6 +84,7 @@ class Rank:
     on_gpu: bool  # else the device is the host
     tower: Tower | None = None  # for images
     has_frozen_tower: bool = False  # the trainer's encodes each image once a step
+    frozen: tuple[FrozenModelSize, ...] = ()
 
     @property
     def frozen_tower(self) -> Tower | None:
@@ -91,6 +102,15 @@ class Rank:
             return None
         size, decoder = self.critic
         return dataclasses.replace(self, size=size, decoder=dataclasses.replace(decoder, vocabulary=1))
+
+    def for_frozen(self) -> list[Rank]:
+        """Describe this rank with each of the frozen models in place of the policy."""
+        return [dataclasses.replace(self, size=one.size, decoder=one.decoder) for one in self.frozen]
+
+    @property
+    def resident(self) -> list[ModelSize]:
+        """The sizes of the frozen models that rest on the device."""
+        return [one.size for one in self.frozen if one.on_device]
 
     @property
     def trained(self) -> list[ModelSize]:

@@ -60,7 +60,7 @@ def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]
         "files": max(size.shard + size.quantized for size in rank.trained) * rank.file_bytes,
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
-        "reference": host["reference"],
+        "frozen models": host["frozen models"],
     }
     beside, tower = rank.overhead.while_training, rank.frozen_tower
     optimizer = trainer | {"gradients": memory.gradients} | _visiting_state(cfg, rank)
@@ -169,9 +169,9 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     during_rollout = {"refit bucket": plan.buckets // 2} if disaggregated else asleep
     yield with_engine(rollout, during_rollout, engine_bytes=_engine_in_rollout(cfg, rank, plan))
     needs_old = needs_old_logprobs(
-        cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, kl_in_reward=cfg.reward.kl_coef > 0
+        cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, penalizes_divergence=cfg.penalizes_divergence
     )
-    if needs_old or cfg.has_reference or rank.critic:
+    if needs_old or cfg.frozen_models or rank.critic:
         yield with_engine(_logprobs_phase(cfg, rank, alone), awake, engine_bytes=plan.engine_keeps)
     for phase in training:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)
@@ -208,7 +208,8 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
-        "reference": rank.size.shard * _FLOAT32 if cfg.loads_reference else 0,
+        "frozen models": sum(one.size.shard for one in rank.frozen if not one.on_device) * _FLOAT32,
+        "hidden states of teachers": _hidden_bytes(cfg, rank),
         "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
         "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
         if rank.frozen_tower
@@ -218,7 +219,7 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
 
 
 def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, int]:
-    """More parts of the host in a run with an engine: the sleeping trainer, the reference, and buckets of a refit."""
+    """More parts of the host in a run with an engine: the sleeping trainer, frozen models, and buckets of a refit."""
     in_shared_memory = cfg.refit.transport == "shared_memory"
     return {
         "sleeping trainer": plan.moved,
@@ -229,15 +230,31 @@ def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, in
 def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     """Parts of the device for forward passes without gradients.
 
-    The policy's root stays gathered while the reference computes, and the critic after it.
+    The policy's root stays gathered while the frozen models compute one after the other, and the critic after them.
     """
-    critic = rank.for_critic()
-    reference = _gathered(cfg, rank, trainable=False) if cfg.loads_reference else 0
-    critics = _gathered(cfg, critic) if critic else 0
+    critic, frozen = rank.for_critic(), rank.for_frozen()
+    others = [_gathered(cfg, one, trainable=False) for one in frozen]
+    others += [_gathered(cfg, critic)] if critic else []
     return {
-        "gathered": (_gathered(cfg, rank) + max(reference, critics)) * rank.compute_bytes,
-        "activations and logits": max(_forward(cfg, one) for one in (rank, critic) if one),
+        "gathered": (_gathered(cfg, rank) + max(others, default=0)) * rank.compute_bytes,
+        "activations and logits": max(_forward(cfg, one) for one in (rank, critic, *frozen) if one),
     }
+
+
+def _head_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
+    """Bytes of the heads of teachers over the whole vocabulary, which are on the device during updates."""
+    teachers = [one.decoder for one in rank.frozen if one.teaches_vocabulary]
+    return sum(rank.decoder.vocabulary * one.hidden for one in teachers) // cfg.parallel.tp * rank.compute_bytes
+
+
+def _hidden_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
+    """Bytes of the hidden states that teachers leave for the updates of a step, of responses of full length.
+
+    Each token has one teacher: those of the widest are counted.
+    """
+    widest = max((one.decoder.hidden for one in rank.frozen if one.teaches_vocabulary), default=0)
+    tokens = math.ceil(rank.run.rollouts_per_step / rank.run.num_shares) * rank.run.max_response_tokens
+    return math.ceil(tokens / cfg.parallel.cp) * widest * rank.compute_bytes
 
 
 def _update(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
@@ -250,6 +267,7 @@ def _update(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         "gradients": 0 if cfg.model.cpu_offload and not size.adapters else size.gradient_bytes,
         "sums over copies": size.gradient_bytes if cfg.parallel.dp_replicate > 1 and not size.adapters else 0,
         "gathered": _gathered(cfg, rank) * rank.compute_bytes,
+        "heads of teachers": _head_bytes(cfg, rank),
     } | _backward(cfg, rank)
 
 

@@ -49,7 +49,7 @@ from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
-Role = Literal["trained", "base", "reference"]
+Role = Literal["trained", "base", "reference", "resident"]
 _KEPT_BYTES = 2**25  # freed while weights are copied, before it is returned to the system
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -161,8 +161,9 @@ def load_policy(
 
     One that is "trained" has float32 master weights. The "base" of adapters is frozen, and has weights in the compute
     dtype alone; those of its linear layers may be `quantized`, and are then whole on every rank. The "reference" is
-    frozen too, and keeps its shards in host memory between forward passes. `kernel` overrides `cfg.attention`. Raises
-    UserError like `load_model_config`, and for weights that the architecture needs but the directory lacks.
+    frozen too, and keeps its shards in host memory between forward passes; one that is "resident", on the device.
+    `kernel` overrides `cfg.attention`. Raises UserError like `load_model_config`, and for weights that the architecture
+    needs but the directory lacks.
     """
 
     def policy_of(model: PreTrainedModel, chosen: Kernel) -> Policy:
@@ -242,8 +243,9 @@ def _load(
     """Build the model on the meta device, shard it, and load the directory's weights."""
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
-    waits = role == "reference"  # for its next forward pass, and never for a backward pass
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.cpu_offload or waits else None
+    waits = role in ("reference", "resident")  # for its next forward pass, and never for a backward pass
+    on_host = role == "reference" or (cfg.cpu_offload and not waits)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else None
     built: list[ModelT] = []
     check_compiler(device)
 
@@ -294,10 +296,15 @@ def _load(
 
 
 def load_reference(
-    cfg: ModelConfig, meshes: ModelMeshes, *, temperature: float, kernel: Kernel | None = None
+    cfg: ModelConfig,
+    meshes: ModelMeshes,
+    *,
+    temperature: float,
+    kernel: Kernel | None = None,
+    role: Literal["reference", "resident"] = "reference",
 ) -> Policy:
-    """Load the frozen model that KL is taken to, sharded like the policy, in host memory between forward passes."""
-    return load_policy(cfg, meshes, temperature=temperature, role="reference", kernel=kernel)
+    """Load a frozen model beside the policy, sharded like it; its role says where it rests between forward passes."""
+    return load_policy(cfg, meshes, temperature=temperature, role=role, kernel=kernel)
 
 
 def _from_pretrained(

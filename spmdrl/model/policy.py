@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
+from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.lora.adapters import Adapters
@@ -109,6 +111,7 @@ class TokenLogprobs:
 
     logprobs: Tensor  # [T] float32, nats
     entropy: Tensor  # [T] float32, nats, of the distribution that token t was sampled from
+    divergence: Tensor | None = None  # [T] float32, nats, from the teacher's; 0 for tokens that are not distilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class _PredictingRows:
     rows: Tensor  # [N] int64, places of the rows in the chunk
     token_ids: Tensor  # [N] int64, the tokens they predict
     chunk_tokens: int
+    tokens: Tensor  # [N] int64 on the host, places of the tokens they predict in the micro-batch
 
 
 class PackedModel(nn.Module):
@@ -131,6 +135,7 @@ class PackedModel(nn.Module):
     and which rows predict wanted tokens, is then known without waiting for the device.
     """
 
+    forwards: ClassVar[tuple[str, ...]] = ()  # methods that compute as `forward` does, with gathered weights
     adapters: Adapters | None  # set after the model was sharded, where the model itself is frozen
 
     def __init__(
@@ -174,7 +179,8 @@ class PackedModel(nn.Module):
         seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
         # Before the layers: a copy from the host may wait for all that the device has to do.
         found = predicting_rows(wanted, micro_batch.positions, chunk)
-        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[chunk.start + found + 1]))
+        tokens = chunk.start + found + 1
+        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[tokens]))
         hidden = self.trunk(
             self._on_device(micro_batch.token_ids[chunk]),
             self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
@@ -183,7 +189,7 @@ class PackedModel(nn.Module):
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
         )
-        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden))
+        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden), tokens)
 
     def _positions(self, micro_batch: MicroBatch, seqlens: list[int]) -> Tensor:
         """Return the positions of a micro-batch's tokens, [T] or [3, T]."""
@@ -240,8 +246,21 @@ class PackedModel(nn.Module):
         return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=style, blocks=blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """The teachers of an update, and the divergence that it takes from their distributions."""
+
+    kind: Divergence
+    beta: float  # of "jsd"
+    # Of each teacher: its head, this rank's rows of it on the device; or the temperature of one that has the policy's.
+    heads: Sequence[TeacherHead | float]
+
+
 class Policy(PackedModel):
     """The policy: its forward pass gives each predicted token's logprob given those before it in its own sequence."""
+
+    forwards = ("hidden", "copied_head")
+    teaching: Teaching | None = None  # set during updates that distil
 
     def __init__(
         self,
@@ -256,26 +275,113 @@ class Policy(PackedModel):
     ) -> None:
         """`vocabulary` is the mesh of ranks over which the head is split; None is this rank alone."""
         super().__init__(model, kernel=kernel, context=context, context_style=context_style)
-        scale = LogitScale.of(model.config)
-        self.temperature, self.softcap = temperature / scale.factor, scale.softcap
+        self._scale = LogitScale.of(model.config)
+        self.temperature, self.softcap = temperature / self._scale.factor, self._scale.softcap
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
         self.next_token_logprobs = operators_of(kernel).next_token_logprobs
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Compute logprobs and entropy of the `predicted` tokens."""
-        head, predicting = self.model.get_output_embeddings(), self._predict(micro_batch, micro_batch.predicted)
-        logprobs, entropy = self.next_token_logprobs(
-            predicting.hidden,
-            own_weight(head.weight),
-            None if head.bias is None else own_weight(head.bias),
-            predicting.token_ids,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            chunk=self.logits_chunk_tokens,
-            vocabulary=self.vocabulary,
-        )
-        return TokenLogprobs(self._per_token(logprobs, predicting), self._per_token(entropy, predicting))
+        """Compute logprobs and entropy of the `predicted` tokens, and in an update that distils the divergence of those
+        for which there are a teacher's hidden states."""
+        predicting, head = self._predict(micro_batch, micro_batch.predicted), self._head()
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "softcap": self.softcap,
+            "chunk": self.logits_chunk_tokens,
+            "vocabulary": self.vocabulary,
+        }
+        if self.teaching is not None and micro_batch.teacher_hidden:
+            columns = self._taught(micro_batch, predicting, head, options)
+        else:
+            columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
+        return TokenLogprobs(*(self._per_token(column, predicting) for column in columns))
+
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's rows of the head, weight [V, D] and bias [V]."""
+        head = self.model.get_output_embeddings()
+        return own_weight(head.weight), None if head.bias is None else own_weight(head.bias)
+
+    def _taught(
+        self,
+        micro_batch: MicroBatch,
+        predicting: _PredictingRows,
+        head: tuple[Tensor, Tensor | None],
+        options: Mapping[str, Any],
+    ) -> Iterable[Tensor]:
+        """Return logprobs, entropy and divergence [N] of the predicted tokens, those of each teacher in turn."""
+        assert self.teaching is not None
+        alone = torch.ones(len(predicting.tokens), dtype=torch.bool)
+        parts: list[tuple[Tensor, Iterable[Tensor]]] = []
+        for place, (its_head, its_hidden) in enumerate(
+            zip(self.teaching.heads, micro_batch.teacher_hidden, strict=True)
+        ):
+            if its_hidden is None:
+                continue
+            mine = micro_batch.taught_by(place)[predicting.tokens]
+            if isinstance(its_head, float):
+                weight, bias = (None if x is None else x.detach() for x in head)
+                assert weight is not None
+                own = its_head / self._scale.factor
+                its_head = TeacherHead(weight=weight, bias=bias, temperature=own, softcap=self.softcap)
+            rows = self._on_device(torch.nonzero(mine).flatten())
+            found = next_token_divergence(
+                predicting.hidden[rows],
+                *head,
+                predicting.token_ids[rows],
+                teacher_hidden=self._on_device(its_hidden),
+                teacher=its_head,
+                kind=self.teaching.kind,
+                beta=self.teaching.beta,
+                **options,
+            )
+            parts.append((rows, found))
+            alone &= ~mine
+        if alone.any() or not parts:  # alike on all ranks that share the head
+            rows = self._on_device(torch.nonzero(alone).flatten())
+            logprobs, entropy = self.next_token_logprobs(
+                predicting.hidden[rows], *head, predicting.token_ids[rows], **options
+            )
+            parts.append((rows, (logprobs, entropy, torch.zeros_like(entropy))))
+        order = torch.cat([rows for rows, _ in parts])
+        joined = [torch.cat(columns) for columns in zip(*(found for _, found in parts), strict=True)]
+        return [place_at(order, column, len(order)) for column in joined]
+
+    def hidden(self, micro_batch: MicroBatch, place: int) -> Tensor:
+        """Compute the hidden states [N, D] from which this rank's chunk predicts the N tokens that the teacher at this
+        place teaches."""
+        return self._predict(micro_batch, micro_batch.taught_by(place)).hidden
+
+    @torch.no_grad()
+    def copied_head(self, num_rows: int) -> TeacherHead:
+        """Copy the first `num_rows` of this rank's rows of the head."""
+        weight, bias = ((None if x is None else x[:num_rows].detach().clone()) for x in self._head())
+        assert weight is not None and len(weight) == num_rows, "a teacher knows fewer tokens than the policy"
+        return TeacherHead(weight=weight, bias=bias, temperature=self.temperature, softcap=self.softcap)
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Compute distributions at another temperature inside this block."""
+        before, self.temperature = self.temperature, temperature / self._scale.factor
+        try:
+            yield
+        finally:
+            self.temperature = before
+
+    @contextmanager
+    def learning_from(self, teaching: Teaching) -> Iterator[None]:
+        """Take divergences from these teachers inside this block."""
+        self.teaching = teaching
+        try:
+            yield
+        finally:
+            self.teaching = None
+
+    @property
+    def num_head_rows(self) -> int:
+        """Rows of the head on this rank."""
+        whole: int = self.model.config.get_text_config().vocab_size
+        return whole // (1 if self.vocabulary is None else self.vocabulary.size())
 
 
 class ValueHead(nn.Module):

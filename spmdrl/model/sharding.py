@@ -95,8 +95,8 @@ def shard_policy(
             exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
             shard_unit(module, axes, reshard=reshard_root, precision=exact, offload=offload)
     shard_unit(policy, axes, reshard=reshard_root, precision=precision, offload=offload)
-    if policy.trunk.family is not None:
-        register_fsdp_forward_method(policy, "encode")
+    for method in (*policy.forwards, *(("encode",) if policy.trunk.family is not None else ())):
+        register_fsdp_forward_method(policy, method)
 
 
 def _shard_unit(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, TuningConfig
+from spmdrl.config.distill import REFERENCE
 from spmdrl.config.plan import plan_run
 from spmdrl.dist.session import rank_device
 from spmdrl.memory.activations import Decoder
@@ -29,7 +31,7 @@ from spmdrl.memory.device import (
     training_problems,
 )
 from spmdrl.memory.overhead import Overhead, device_overheads
-from spmdrl.memory.phase import PhaseMemory, Rank
+from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank
 from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
@@ -49,17 +51,24 @@ class Model:
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     keeps_start: bool = False  # of adapters that begin at a part of the weights
     quantized: Mapping[str, int] = field(default_factory=dict)  # bytes of weights in few bits, by name
+    frozen_models: Mapping[str, Model] = field(default_factory=dict)  # beside it, of other directories, by name
 
     @classmethod
     def read(
-        cls, config: Any, cfg: ModelConfig, *, critic: Model | None = None, lora: LoraConfig | None = None
+        cls,
+        config: Any,
+        cfg: ModelConfig,
+        *,
+        critic: Model | None = None,
+        lora: LoraConfig | None = None,
+        frozen_models: Mapping[str, Model] = MappingProxyType({}),
     ) -> Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
         keeps_start = lora is not None and lora.init != "default"
         quantized = {} if lora is None or lora.base is None else kept_bytes(config, cfg, lora.base)
         shapes, frozen = parameter_shapes(config, cfg), frozen_names(config, cfg)
-        return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized)
+        return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized, frozen_models)
 
     @property
     def has_frozen_tower(self) -> bool:
@@ -128,6 +137,7 @@ def predict(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_
         bucket_bytes=bucket,
         overhead=rank.overhead,
         critic=rank.critic[0] if rank.critic else None,
+        resident=rank.resident,
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
@@ -165,13 +175,15 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
     attention = _attention(cfg.model.attention, on_gpu=on_gpu, compute_bytes=compute_bytes)
     is_exact = isinstance(cfg, Config) and cfg.true_on_policy
     trained = [size, critic[0]] if critic else [size]
+    frozen = tuple(_frozen(cfg, model, num_training=run.training_ranks))
     decoder = decoder_of(model.config, model.shapes)
     overhead, engine_overhead = (
         device_overheads(cfg, run, decoder, compute_bytes=compute_bytes) if on_gpu else (Overhead(), Overhead())
     )
+    resident = [one.size for one in frozen if one.on_device]
     return Rank(
         run=run,
-        memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes),
+        memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes, resident=resident),
         size=size,
         decoder=decoder,
         critic=critic,
@@ -187,7 +199,22 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
         on_gpu=on_gpu,
         tower=tower_of(model.config, model.shapes),
         has_frozen_tower=model.has_frozen_tower,
+        frozen=frozen,
     )
+
+
+def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> Iterator[FrozenModelSize]:
+    """Yield the frozen models that are loaded; one from the policy's own directory has its shapes."""
+    distill = cfg.distill if isinstance(cfg, Config) else None
+    for name, settings in cfg.frozen_models.items():
+        if settings.path is not None:
+            model = policy.frozen_models.get(name, policy)
+            yield FrozenModelSize(
+                size=model.size(cfg.parallel, num_training=num_training),
+                decoder=decoder_of(model.config, model.shapes),
+                on_device=settings.rests_on == "device",
+                teaches_vocabulary=name != REFERENCE and distill is not None and distill.over_vocabulary,
+            )
 
 
 def _critic(model: Model | None, parallel: ParallelConfig, *, num_training: int) -> tuple[ModelSize, Decoder] | None:

@@ -66,11 +66,16 @@ def with_models_here(cfg: SectionT) -> SectionT:
 def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
     problems: list[str] = []
     found = partial(_found, model_folder, download=_downloads(cfg), problems=problems)
-    changes = {
+    changes: dict[str, Any] = {
         table: _get(cfg, table).model_copy(update={"path": found(path, f"{table}.path")})
         for table in ("model", "critic")
         if (path := _get(_get(cfg, table), "path")) is not None
     }
+    if others := _get(cfg, "models"):
+        changes["models"] = {
+            name: one.model_copy(update={"path": found(one.path, f"models.{name}.path")})
+            for name, one in others.items()
+        }
     return cfg.model_copy(update=changes), problems
 
 

@@ -18,7 +18,6 @@ from spmdrl.config import (
     FunctionReward,
     HeldOutPromptsConfig,
     MissingSetting,
-    ModelConfig,
     PreferencesConfig,
     SftConfig,
     TuningConfig,
@@ -62,6 +61,7 @@ from spmdrl.model.lora.policy import adapter_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
+from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.rollout.files import held_out_before
@@ -106,18 +106,21 @@ def open_inputs(
     critic = found.get(_open_critic, cfg, policy)
     plan = found.get(_open_plan, cfg, num_ranks, policy)
     tokenizer = found.get(_open_tokenizer, cfg, policy)
-    for model in (policy, critic) if critic and critic.cfg.path != cfg.model.path else (policy,):
+    others = [found.get(open_frozen, *one) for one in (found.get(frozen_directories, cfg) or {}).items()]
+    for model in (policy, critic, *others) if critic and critic.cfg.path != cfg.model.path else (policy, *others):
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
     found.ask(_vision_problems, cfg, policy)
     found.ask(_rate_problems, cfg, policy)
-    for model in (policy, critic):
+    for model in others:
+        found.ask(frozen_problems, cfg, policy, model, tokenizer)
+    for model in (policy, critic, *others):
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
         found.ask(_vocabulary_problems, tokenizer, model)
     found.ask(_rotary_problems, cfg, plan, policy)
     found.ask(_true_on_policy_problems, cfg, policy)
-    prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic)
+    prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic, frozen=list(filter(None, others)))
     stops = found.get(_stop_tokens, cfg, tokenizer)
     images = found.get(_open_images, cfg, policy, tokenizer)
     found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
@@ -179,36 +182,26 @@ class _Findings:
             self.sentences.append(sentence)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenedModel:
-    """The policy or the critic, before its weights are read."""
-
-    setting: str  # that names its directory
-    cfg: ModelConfig
-    config: Any  # transformers'
-    is_critic: bool = False
+def _open_policy(cfg: Config | TuningConfig) -> OpenedModel:
+    return OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, load_model_config(cfg.model))
 
 
-def _open_policy(cfg: Config | TuningConfig) -> _OpenedModel:
-    return _OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, load_model_config(cfg.model))
-
-
-def _open_critic(cfg: Config | TuningConfig, policy: _OpenedModel) -> _OpenedModel | None:
+def _open_critic(cfg: Config | TuningConfig, policy: OpenedModel) -> OpenedModel | None:
     if isinstance(cfg, TuningConfig) or not cfg.has_critic:
         return None
     config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
-    return _OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, is_critic=True)
+    return OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, is_critic=True)
 
 
-def _open_plan(cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel) -> Plan:
+def _open_plan(cfg: Config | TuningConfig, num_ranks: int, policy: OpenedModel) -> Plan:
     return with_costs(plan_run(cfg, num_ranks=num_ranks), cfg.pack, cfg.model, policy.config)
 
 
-def _open_tokenizer(cfg: Config | TuningConfig, policy: _OpenedModel) -> PreTrainedTokenizerBase:
+def _open_tokenizer(cfg: Config | TuningConfig, policy: OpenedModel) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _open_images(cfg: Config | TuningConfig, policy: _OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
+def _open_images(cfg: Config | TuningConfig, policy: OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
     """Return what becomes of the images of prompts and environments."""
     family = vision_family(policy.config)
     if family is None:
@@ -315,13 +308,18 @@ def _stop_tokens(cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def _predict(
-    cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel, *, critic: _OpenedModel | None
+    cfg: Config | TuningConfig,
+    num_ranks: int,
+    policy: OpenedModel,
+    *,
+    critic: OpenedModel | None,
+    frozen: Sequence[OpenedModel],
 ) -> Prediction:
     """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
-    prediction = predict_here(
-        cfg, Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora), num_ranks=num_ranks
-    )
+    beside = {one.name: Model.read(one.config, one.cfg) for one in frozen}
+    model = Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora, frozen_models=beside)
+    prediction = predict_here(cfg, model, num_ranks=num_ranks)
     raise_all(prediction.problems if prediction.rank.on_gpu else ())
     return prediction
 
@@ -377,7 +375,7 @@ def _folder_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     yield from _refusals(refuse_overwriting, cfg.model.path, folder.hf)
 
 
-def _weight_problems(model: _OpenedModel) -> Iterator[str]:
+def _weight_problems(model: OpenedModel) -> Iterator[str]:
     whole = model_without_memory(model.config, model.cfg)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     needed = critic_shapes(model.config, model.cfg)[0] if model.is_critic else shapes
@@ -392,7 +390,7 @@ def _source_problems(cfg: Config | TuningConfig) -> Iterator[str]:
         yield from _refusals(partial(open_source, seed=0), source)
 
 
-def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
+def _length_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     if limit is not None and longest > limit:
@@ -402,30 +400,30 @@ def _length_problems(plan: Plan, model: _OpenedModel) -> Iterator[str]:
         )
 
 
-def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: _OpenedModel) -> Iterator[str]:
+def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
 
 
-def _parallel_problems(cfg: Config | TuningConfig, model: _OpenedModel) -> Iterator[str]:
+def _parallel_problems(cfg: Config | TuningConfig, model: OpenedModel) -> Iterator[str]:
     return parallel_model_problems(model.config, model.cfg, cfg.parallel)
 
 
-def _adapter_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
+def _adapter_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
-def _vision_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
+def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     yield from frozen_part_problems(policy.config, policy.cfg)
     yield from vision_problems(cfg, policy.config)
 
 
-def _rate_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
+def _rate_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     if cfg.lora is None:
         yield from own_rate_problems(policy.config, policy.cfg, cfg.optim.rates)
 
 
-def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel) -> Iterator[str]:
+def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: OpenedModel) -> Iterator[str]:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     vocabulary = model.config.get_text_config().vocab_size
     if largest >= vocabulary:
@@ -435,7 +433,7 @@ def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: _OpenedModel
         )
 
 
-def _true_on_policy_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -> Iterator[str]:
+def _true_on_policy_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     """Reasons why engine and trainer could not compute the same bits here."""
     if isinstance(cfg, TuningConfig) or not cfg.true_on_policy:
         return
@@ -453,7 +451,7 @@ def _true_on_policy_problems(cfg: Config | TuningConfig, policy: _OpenedModel) -
 
 
 def _engine_problems(
-    cfg: Config | TuningConfig, num_ranks: int, policy: _OpenedModel, *, stops: frozenset[int] | None
+    cfg: Config | TuningConfig, num_ranks: int, policy: OpenedModel, *, stops: frozenset[int] | None
 ) -> Iterator[str]:
     if isinstance(cfg, Config):
         yield from sampling_problems(cfg, policy.config, stops, num_ranks=num_ranks, device_type=default_device_type())

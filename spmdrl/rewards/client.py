@@ -25,25 +25,28 @@ Pending = tuple[Rollout, "Future[RewardOutcome]"]
 Rewarded = tuple[Rollout, RewardOutcome]
 
 _MAX_ANSWER_BYTES = 2**20
+_NOTHING = RewardOutcome(reward=0.0, parts={})  # of a run without terms
 
 
 class RewardClient:
-    """This rank's reward processes. Use it in a `with` statement, which ends them."""
+    """This rank's reward processes, none where nothing is rewarded. Use it in a `with` statement, which ends them."""
 
     def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.cfg = cfg
-        self._pool = RewardPool(cfg)
+        self._pool = RewardPool(cfg) if cfg.terms else None
         self._tokenizer = tokenizer
 
     @property
     def unprotected(self) -> list[str]:
         """Sentences about what the sandbox of the reward processes cannot stop on this machine."""
-        return self._pool.unprotected
+        return [] if self._pool is None else self._pool.unprotected
 
     def submit(self, rollout: Rollout) -> Pending:
         """Start to compute the reward of a finished rollout."""
         if rollout.failure is not None:
             return known_reward(rollout, RewardOutcome(reward=0.0, parts={}, failure=rollout.failure))
+        if self._pool is None:
+            return known_reward(rollout, _NOTHING)
         response = decode(self._tokenizer, rollout.turns[-1].response.token_ids)
         return rollout, self._pool.submit(_item(rollout.prompt, response, rollout))
 
@@ -55,13 +58,16 @@ class RewardClient:
 
     def check(self, prompt: Prompt) -> RewardOutcome:
         """Compute the reward of the reference answer itself. Raises UserError if that fails."""
+        if self._pool is None:
+            return _NOTHING
         return self._pool.check(_item(prompt, prompt.answer or ""))
 
     def __enter__(self) -> RewardClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def known_reward(rollout: Rollout, outcome: RewardOutcome) -> Pending:

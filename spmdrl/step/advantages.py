@@ -30,6 +30,7 @@ from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.learn.objective import example_micro_batch
 from spmdrl.step.batch import Batch
 from spmdrl.step.rewards import on_turns, rewards_by_turn, turn_columns, turn_rows
+from spmdrl.step.teachers import penalty, sampled_metrics
 from spmdrl.types import PADDING_INDEX, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
@@ -69,7 +70,7 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
     estimate = _by_token if estimator.per_token else _by_turn if estimator.per_turn else _by_group
     columns, of_rollouts, reported = estimate(parts, estimator, cfg, meshes.data)
     completed = [_completed(part, column, cfg) for part, column in zip(parts, columns, strict=True)]
-    metrics = [reported, *(_reward_metrics(part, cfg) for part in parts)]
+    metrics = [reported, *(_reward_metrics(part, cfg) | sampled_metrics(part.micro_batch) for part in parts)]
     if cfg.environment is not None:
         metrics += [_turn_metrics(micro_batch) for micro_batch in completed]
     if cfg.has_critic:
@@ -297,10 +298,11 @@ def _gathered(rows: list[Tensor], mesh: DeviceMesh) -> Tensor:
 
 
 def _completed(part: _Penalised, advantages: Tensor, cfg: Config) -> MicroBatch:
-    """The micro-batch with advantages and, for a critic, returns: its values plus advantages that are not whitened."""
+    """The micro-batch with advantages, less the divergence from its teacher at sampled tokens; and with a critic's
+    returns: its values plus advantages that are not whitened."""
     micro_batch = part.micro_batch
     mask = micro_batch.loss_mask
-    columns = {"advantages": torch.where(mask, advantages, 0.0).float()}
+    columns = {"advantages": torch.where(mask, advantages - penalty(micro_batch), 0.0).float()}
     if cfg.has_critic:
         assert micro_batch.values is not None, "the critic has not been run"
         values, settings = micro_batch.values.double(), cfg.advantage.settings | {"gae_lambda": cfg.critic_gae_lambda}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -31,12 +31,22 @@ from spmdrl.algo.packing import (
     padding_tokens,
     sequence_costs,
 )
+from spmdrl.config import DistillConfig
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.rewards import turn_spans
-from spmdrl.types import PADDING_INDEX, MicroBatch, MiniBatch, RewardedRollout, Rollout, Sequence, TrainingDiverged
+from spmdrl.types import (
+    NO_TEACHER,
+    PADDING_INDEX,
+    MicroBatch,
+    MiniBatch,
+    RewardedRollout,
+    Rollout,
+    Sequence,
+    TrainingDiverged,
+)
 
 T = TypeVar("T")
 
@@ -63,17 +73,28 @@ class Batch:
         return replace(self, mini_batches=[[next(in_order) for _ in mini_batch] for mini_batch in self.mini_batches])
 
 
-def to_sequences(rewarded: Iterable[RewardedRollout], mesh: DeviceMesh, *, turn_weight: float = 0.0) -> list[Sequence]:
+def to_sequences(
+    rewarded: Iterable[RewardedRollout],
+    mesh: DeviceMesh,
+    *,
+    turn_weight: float = 0.0,
+    teacher_of: Callable[[str], int] = lambda _: NO_TEACHER,
+) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
-    `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward. Raises
-    TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one.
+    `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `teacher_of` the
+    place of the teacher of a data source. Raises TrainingDiverged on all ranks when an engine has reported a
+    log-probability that is not finite to one.
     """
     with raise_on_all_ranks(mesh):
-        return [sequence for one in rewarded for sequence in _sequences_of(one, turn_weight)]
+        return [
+            sequence
+            for one in rewarded
+            for sequence in _sequences_of(one, turn_weight, teacher_of(one.rollout.prompt.task))
+        ]
 
 
-def _sequences_of(rewarded: RewardedRollout, turn_weight: float) -> Iterator[Sequence]:
+def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
     rollout, earned = rewarded.rollout, 0.0
     _require_finite_logprobs(rollout)
@@ -93,6 +114,7 @@ def _sequences_of(rewarded: RewardedRollout, turn_weight: float) -> Iterator[Seq
             turns=turns,
             earned=earned,
             images=trajectory.images,
+            teacher=teacher,
         )
         earned += sum(turn.reward for turn in turns)
 
@@ -108,14 +130,21 @@ def _require_finite_logprobs(rollout: Rollout) -> None:
 
 
 def build_batch(
-    sequences: list[Sequence], plan: Plan, meshes: Meshes, *, aggregation: str, environment_coef: float = 0.0
+    sequences: list[Sequence],
+    plan: Plan,
+    meshes: Meshes,
+    *,
+    aggregation: str,
+    environment_coef: float = 0.0,
+    distill: DistillConfig | None = None,
 ) -> Batch:
     """Give every rank the micro-batches of its share of each mini-batch.
 
     The result depends on the step's sequences and not on which rank sampled them: every rank knows all infos and
     computes the same assignment. `MicroBatch.loss_weights` hold the denominator of the whole mini-batch, as long as no
     correction rejects tokens. A step may have fewer prompt groups than planned: they are divided into mini-batches as
-    evenly as whole groups can be. With an `environment_coef`, what environments said has weights of its own.
+    evenly as whole groups can be. With an `environment_coef`, what environments said has weights of its own, and with
+    `distill` so have the tokens that teachers teach.
     """
     place, multiple = meshes.data.get_local_rank(), meshes.model.cp.size()
     infos = gather_infos(sequences, meshes.training)
@@ -135,9 +164,8 @@ def build_batch(
         weights = _loss_weights(everything, plan, aggregation)
         of_bins = [[mine[info.place] for info in in_bin] for in_bin in bins[place]]
         environment = environment_coef / max(1, sum(info.num_read_tokens for info in everything))
-        mini_batches.append(
-            [lay_end_to_end(in_bin, weights, multiple=multiple, environment_weight=environment) for in_bin in of_bins]
-        )
+        others: dict[str, Any] = {"environment_weight": environment, "distill": _distill_weights(everything, distill)}
+        mini_batches.append([lay_end_to_end(in_bin, weights, multiple=multiple, **others) for in_bin in of_bins])
         metrics.append(_packing_metrics(bins, plan, place=place))
     return Batch(mini_batches, merge_all(metrics) if meshes.is_data_leader else {})
 
@@ -211,11 +239,28 @@ def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> di
     return dict(zip(counts, weights, strict=True))
 
 
+def _distill_weights(infos: list[SequenceInfo], distill: DistillConfig | None) -> dict[int, float] | None:
+    """The weight of the divergence of one loss token in the mini-batch, by its teacher's place."""
+    if distill is None:
+        return None
+    counts: Counter[int] = Counter()
+    for info in infos:
+        counts[info.teacher] += info.num_loss_tokens if distill.over_vocabulary else 0
+    teachers = enumerate(distill.by_place)
+    return {place: distill.coef * one.weight / max(1, counts[place]) for place, one in teachers}
+
+
 def lay_end_to_end(
-    sequences: list[Sequence], weights: dict[int, float], *, multiple: int = 1, environment_weight: float = 0.0
+    sequences: list[Sequence],
+    weights: dict[int, float],
+    *,
+    multiple: int = 1,
+    environment_weight: float = 0.0,
+    distill: Mapping[int, float] | None = None,
 ) -> MicroBatch:
     """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by rollout index, and
-    `environment_weight` that of each token in their `observation_spans`.
+    `environment_weight` that of each token in their `observation_spans`; `distill` are those of the divergence of loss
+    tokens, by teacher.
 
     One more sequence, which is not trained on, fills it up to a multiple of `multiple` tokens. Without any sequence the
     micro-batch is all filling: every rank must run the forward.
@@ -239,6 +284,9 @@ def lay_end_to_end(
     def per_token(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
+    if distill is not None:
+        by_teacher = [distill.get(sequence.teacher, 0.0) for sequence in sequences]
+        distill_weights = per_token(by_teacher, torch.float32) * loss_mask
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
     return MicroBatch(
         token_ids=torch.tensor(_joined(sequence.token_ids for sequence in sequences)),
@@ -259,6 +307,8 @@ def lay_end_to_end(
         environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
         if environment_weight
         else None,
+        distill_weights=None if distill is None else distill_weights,
+        sequence_teacher=tuple(sequence.teacher for sequence in sequences),
     )
 
 

@@ -1,4 +1,4 @@
-"""The passes before a step's updates: log-probabilities of policy and reference, and the values of a critic."""
+"""The passes before a step's updates: log-probabilities of policy, reference and teachers, and a critic's values."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from spmdrl.config.plan import needs_old_logprobs
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import CRITIC, POLICY, Learner
-from spmdrl.model.lora.policy import Reference
+from spmdrl.model.frozen import FrozenModel
 from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
+from spmdrl.step.teachers import Beside
 from spmdrl.types import MicroBatch, TrainingDiverged
 
 Forward = Callable[[MicroBatch], Tensor]
 
 
-def add_logprobs(
-    batch: Batch, learners: Mapping[str, Learner], reference: Reference | None, cfg: Config, meshes: Meshes
-) -> Batch:
+def add_logprobs(batch: Batch, learners: Mapping[str, Learner], beside: Beside, cfg: Config, meshes: Meshes) -> Batch:
     """Add `old_logprobs` where something needs them before the updates (`config.plan.needs_old_logprobs`) or they are
-    the engine's, `ref_logprobs` where there is a reference, and `values` where there is a critic. Every rank that
-    trains must call this.
+    the engine's, `ref_logprobs` where there is a reference, what teachers say, and `values` where there is a critic.
+    Every rank that trains must call this.
 
     With one mini-batch the policy has not moved in this step before its only update, so the ratio needs no pass. Where
     older weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
     needs_pass = needs_old_logprobs(
-        cfg.loss, cfg.correction, num_updates=len(batch.mini_batches), kl_in_reward=cfg.reward.kl_coef > 0
+        cfg.loss, cfg.correction, num_updates=len(batch.mini_batches), penalizes_divergence=cfg.penalizes_divergence
     )
     forwards: dict[str, Forward] = {}
     if cfg.correction.old == "rollout":
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
         forwards["old_logprobs"] = lambda micro_batch: learners[POLICY].model(micro_batch).logprobs
-    forwards |= reference_columns(reference)
+    forwards |= reference_columns(beside.reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
-    completed = add_columns(batch, forwards, meshes.training)
+    completed = beside.teach(add_columns(batch, forwards, meshes.training), meshes)
     if CRITIC in learners:
         reshard(learners[CRITIC].model)  # the policy is updated before it, and needs the memory
     return completed
 
 
-def reference_columns(reference: Reference | None) -> dict[str, Forward]:
+def reference_columns(reference: FrozenModel | None) -> dict[str, Forward]:
     """Return the forward of the reference's column; none without a reference."""
     if reference is None:
         return {}

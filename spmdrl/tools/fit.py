@@ -26,6 +26,7 @@ from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
+from spmdrl.preflight.frozen import read_frozen
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.shapes import PUBLISHED, published_config
@@ -106,7 +107,7 @@ def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
-    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora)
+    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg))
 
 
 def _problems(prediction: Prediction) -> Iterator[str]:

@@ -25,9 +25,10 @@ from spmdrl.families import LogitScale
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective, SftObjective
 from spmdrl.learn.update import update
+from spmdrl.model.frozen import FrozenModel, reference_of
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
-from spmdrl.model.lora.policy import Reference, load_trained, random_values, reference_of
+from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.refit.gather import Gatherer
@@ -65,11 +66,11 @@ class Reinforcement:
     def objective(self) -> ObjectiveFunction:
         return PolicyObjective(self.loss)
 
-    def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> Reference | None:
+    def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> FrozenModel | None:
         """Return the reference model, where the loss has one; every rank must call this."""
         return reference_of(policy, model, meshes, temperature=self.temperature) if self.loss.kl_coef else None
 
-    def prepare(self, batch: Batch, policy: Policy, reference: Reference | None, meshes: Meshes) -> Batch:
+    def prepare(self, batch: Batch, policy: Policy, reference: FrozenModel | None, meshes: Meshes) -> Batch:
         """Add what the objective needs before the updates; every rank must call this."""
         forwards: dict[str, Callable[[MicroBatch], Tensor]] = {"advantages": lambda m: m.rewards.float()}
         if needs_old_logprobs(self.loss, CorrectionConfig(), num_updates=len(batch.mini_batches)):
@@ -89,7 +90,7 @@ class Imitation:
     def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> None:
         """Do without a reference model."""
 
-    def prepare(self, batch: Batch, policy: Policy, reference: Reference | None, meshes: Meshes) -> Batch:
+    def prepare(self, batch: Batch, policy: Policy, reference: FrozenModel | None, meshes: Meshes) -> Batch:
         """Return the batch as it is: it is complete."""
         return batch
 

@@ -26,10 +26,11 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
+from spmdrl.model.frozen import reference_of
 from spmdrl.model.load import load_model_config, load_reference
 from spmdrl.model.lora import init
 from spmdrl.model.lora.peft import write_adapter
-from spmdrl.model.lora.policy import adapter_problems, load_trained, random_values, reference_of
+from spmdrl.model.lora.policy import adapter_problems, load_trained, random_values
 from spmdrl.sft import main as fine_tune
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf

@@ -18,7 +18,8 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
-from spmdrl.model.lora.policy import load_trained, reference_of
+from spmdrl.model.frozen import reference_of
+from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.lora.quantized import QuantizedLinear, bytes_of
 from spmdrl.refit.refit import make_refit
 from spmdrl.step.batch import build_batch

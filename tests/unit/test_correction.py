@@ -162,10 +162,10 @@ def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict
     takes_a_pass = bool({"reject", "veto_below", "batch_normalize"} & settings.keys())
     loss, correction, engines = LossConfig(), CorrectionConfig(**settings), CorrectionConfig(old="rollout")
     assert needs_old_logprobs(loss, correction, num_updates=1) == takes_a_pass
-    assert needs_old_logprobs(loss, correction, num_updates=1, kl_in_reward=True)
+    assert needs_old_logprobs(loss, correction, num_updates=1, penalizes_divergence=True)
     assert needs_old_logprobs(LossConfig(kind="clip_cov"), correction, num_updates=1)
     assert needs_old_logprobs(loss, correction, num_updates=2)
-    assert not needs_old_logprobs(LossConfig(kind="clip_cov"), engines, num_updates=2, kl_in_reward=True)
+    assert not needs_old_logprobs(LossConfig(kind="clip_cov"), engines, num_updates=2, penalizes_divergence=True)
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)

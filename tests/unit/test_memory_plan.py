@@ -168,7 +168,7 @@ def test_what_a_lever_moves_is_elsewhere() -> None:
     offloaded = phases_of(minimal_config(model={"cpu_offload": True}))["forward-backward"]
     assert not {"weights", "optimizer", "gradients"} & offloaded.device.keys()
     assert offloaded.host["offloaded policy"] == 4 * shard
-    assert phases_of(minimal_config(loss={"kl_coef": 0.1}))["logprobs"].host["reference"] == shard
+    assert phases_of(minimal_config(loss={"kl_coef": 0.1}))["logprobs"].host["frozen models"] == shard
     served = phases_of(minimal_config(rollout={"engine": "sglang"}))["rollout"]
     assert "engine" not in served.device and served.elsewhere["engine"] > 40 * GIB
     assert served.device_bytes == served.process_bytes + sum(served.elsewhere.values())

@@ -1,10 +1,10 @@
-"""The policy that a run trains, whole or by adapters, and the reference that it is compared with."""
+"""The policy that a run trains, whole or by adapters."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from spmdrl.config import LoraConfig, ModelConfig
 from spmdrl.config.model import QuantizedBase
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import load_policy, load_reference, model_without_memory
+from spmdrl.model.load import load_policy, model_without_memory
 from spmdrl.model.lora.adapters import Adapters, LoraScaling, matrix_names
 from spmdrl.model.lora.init import Init, init_factors
 from spmdrl.model.lora.layers import ExpertsTarget
@@ -25,11 +25,9 @@ from spmdrl.model.lora.peft import base_problems, read_adapter
 from spmdrl.model.lora.quantized import bytes_of, quantization_problems, quantized_names
 from spmdrl.model.lora.targets import Wanted, short_names, target_problems, targets_of
 from spmdrl.model.operators import operators_of
-from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.policy import Policy
 from spmdrl.model.weight_files import weights_digest
-from spmdrl.types import MicroBatch, UserError
-
-Reference = Callable[[MicroBatch], TokenLogprobs]
+from spmdrl.types import UserError
 
 
 def load_trained(
@@ -152,21 +150,6 @@ def _rank_problem(model: PreTrainedModel, lora: LoraConfig) -> str | None:
             f'{sides[narrow]}; set lora.rank to {sides[narrow]} or less, or lora.init to "default"'
         )
     return None
-
-
-def reference_of(
-    policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float, kernel: Kernel | None = None
-) -> Reference:
-    """Return the frozen model that the policy is compared with: its own base, or where it has none a second model."""
-    adapters = policy.adapters
-    if adapters is None:
-        return load_reference(cfg, meshes.model, temperature=temperature, kernel=kernel)
-
-    def base(micro_batch: MicroBatch) -> TokenLogprobs:
-        with adapters.off():
-            return policy(micro_batch)
-
-    return base
 
 
 def peft_config(

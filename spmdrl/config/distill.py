@@ -1,0 +1,112 @@
+"""Tables about the models beside the policy, and about learning from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spmdrl.config.base import PathText, Positive, Section, Temperature, is_set, rule
+from spmdrl.types import NO_TEACHER
+
+ModelName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w-]+$")]
+
+
+class OtherModelConfig(Section):
+    path: PathText | None = None
+    """Directory of the model, relative to the working directory; or its name on a hub, as `model.path`."""
+    adapters: Literal["off"] | None = None
+    """In place of `path`: `"off"` is the policy without the adapters of `[lora]`, which takes no memory of its own."""
+    rests_on: Literal["host", "device"] = "host"
+    """Memory that holds the model's shards between its passes."""
+
+    @property
+    def is_own_base(self) -> bool:
+        """True for the policy without its adapters."""
+        return self.path is None
+
+
+Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
+
+REFERENCE = (
+    "reference"  # the name of the model that `kl_coef` compares with; without a table it is where training began
+)
+
+
+class TeacherConfig(Section):
+    model: str
+    """Name of the teacher's table, `[models.NAME]`."""
+    tasks: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """The data sources whose responses it teaches, by their `task`. Unset: all that no other teacher names."""
+    weight: Positive = 1.0
+    """Weight of its divergence, which is a mean over the tokens of these sources alone."""
+
+
+class DistillConfig(Section):
+    teacher: str | None = None
+    """Name of the only teacher: the table `[models.NAME]` that says which model it is."""
+    teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
+    """In place of `teacher`: several, each for some of the data sources. Sources without one are not distilled."""
+    divergence: Literal["sampled_kl", "reverse", "forward", "jsd"] = "reverse"
+    """`sampled_kl`: log p(token) - log teacher(token) of each sampled token is taken off its advantage. The others are
+    losses over the whole vocabulary: `reverse` is KL(policy || teacher), `forward` KL(teacher || policy), `jsd` the
+    generalized Jensen-Shannon divergence. See `docs/distillation.md`."""
+    coef: Positive = 1.0
+    """Weight of the divergence: of its mean over the distilled tokens in the loss; of `sampled_kl` in the advantage."""
+    beta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`jsd` only: weight of the teacher in the mixture that both are compared with. Unset: 0.5."""
+    teacher_temperature: Temperature | None = None
+    """Temperature of the teacher's distribution. Unset: that of the policy, `rollout.temperature`."""
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """True for a loss over the whole vocabulary; False for a term of the advantage."""
+        return self.divergence != "sampled_kl"
+
+    @property
+    def jsd_beta(self) -> float:
+        """The weight of the teacher in the mixture of `jsd`."""
+        return 0.5 if self.beta is None else self.beta
+
+    @property
+    def by_place(self) -> tuple[TeacherConfig, ...]:
+        """The teachers in order; sequences name theirs by its place here."""
+        return self.teachers or (TeacherConfig(model=self.teacher or ""),)
+
+    def teacher_of(self, task: str) -> int:
+        """Return the place of the teacher of a data source; NO_TEACHER for one that is not distilled."""
+        others = next((place for place, one in enumerate(self.by_place) if one.tasks is None), NO_TEACHER)
+        return next((place for place, one in enumerate(self.by_place) if task in (one.tasks or ())), others)
+
+
+def frozen_models(
+    models: Models, distill: DistillConfig | None, *, reference: OtherModelConfig | None
+) -> dict[str, OtherModelConfig]:
+    """The models beside the policy that a run uses, by name: teachers, and the reference of a run that has one."""
+    used = dict.fromkeys(one.model for one in distill.by_place) if distill else {}
+    found = {name: models[name] for name in used if name in models}  # a rule names those that are missing
+    return found if reference is None else found | {REFERENCE: models.get(REFERENCE, reference)}
+
+
+@rule(DistillConfig)
+def beta_belongs_to_jsd(distill: DistillConfig) -> Iterator[str]:
+    if distill.divergence != "jsd" and is_set(distill, "beta"):
+        yield f'beta has no meaning with divergence = "{distill.divergence}"; remove it, or set divergence = "jsd"'
+
+
+@rule(DistillConfig)
+def there_is_a_teacher(distill: DistillConfig) -> Iterator[str]:
+    if (distill.teacher is None) == (not distill.teachers):
+        yield "set one of teacher and teachers, and not both"
+
+
+@rule(DistillConfig)
+def a_task_has_one_teacher(distill: DistillConfig) -> Iterator[str]:
+    seen: set[str] = set()
+    for place, one in enumerate(distill.teachers):
+        tasks = ("all others",) if one.tasks is None else one.tasks
+        for task in tasks:
+            if task in seen:
+                yield f'teachers.{place}.tasks: an earlier one of teachers has "{task}" too; each task has one teacher'
+            seen.add(task)

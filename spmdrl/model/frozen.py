@@ -1,0 +1,96 @@
+"""The models beside the policy that are never trained: the reference it is compared with, and teachers.
+
+Each has weights of its own, which rest as shards and are gathered layer by layer while it computes, or it is the
+policy's own base, with the adapters off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from spmdrl.config import ModelConfig
+from spmdrl.config.distill import REFERENCE, OtherModelConfig
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.divergence import TeacherHead
+from spmdrl.model.kernels import Kernel
+from spmdrl.model.load import load_reference
+from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model that says what it makes of tokens, at a temperature of its own; every rank that trains calls it."""
+
+    model: Policy
+    temperature: float
+    is_own_base: bool = False  # `model` is the policy itself, whose adapters are off while it computes
+
+    def __call__(self, micro_batch: MicroBatch) -> TokenLogprobs:
+        """Compute logprobs and entropy of the `predicted` tokens."""
+        with self._alone():
+            return self.model(micro_batch)
+
+    def hidden(self, micro_batch: MicroBatch, place: int) -> Tensor:
+        """Compute the hidden states [N, D] from which this rank's chunk predicts the N tokens that the model teaches as
+        the teacher at this place, in the compute dtype."""
+        with self._alone():
+            return self.model.hidden(micro_batch, place)
+
+    def head(self, num_rows: int) -> TeacherHead | float:
+        """Copy the first `num_rows` of this rank's rows of the head to its device; of the policy's own base, which has
+        the policy's head, return the temperature."""
+        return self.temperature if self.is_own_base else self.model.copied_head(num_rows)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self.is_own_base:
+            yield
+            return
+        assert self.model.adapters is not None, "a policy without adapters is no base"
+        with self.model.adapters.off(), self.model.at_temperature(self.temperature):
+            yield
+
+
+def load_frozen(
+    policy: Policy,
+    cfg: ModelConfig,
+    models: Mapping[str, OtherModelConfig],
+    meshes: Meshes,
+    *,
+    temperatures: Mapping[str, float],
+    kernel: Kernel | None = None,
+) -> dict[str, FrozenModel]:
+    """Load these models beside the policy, by name, with the settings of `cfg` and sharded like it.
+
+    `kernel` is the policy's, with which a model from the policy's own directory computes too. Raises UserError like
+    `load_policy`.
+    """
+
+    def load(name: str, model: OtherModelConfig) -> FrozenModel:
+        temperature = temperatures[name]
+        if model.is_own_base:
+            return FrozenModel(policy, temperature, is_own_base=True)
+        settings = settings_of(model, cfg)
+        own_kernel = kernel if model.path == cfg.path else None
+        role: Literal["reference", "resident"] = "resident" if model.rests_on == "device" else "reference"
+        loaded = load_reference(settings, meshes.model, temperature=temperature, kernel=own_kernel, role=role)
+        return FrozenModel(loaded, temperature)
+
+    return {name: load(name, model) for name, model in models.items()}
+
+
+def reference_of(policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float) -> FrozenModel:
+    """Load the model that training begins with beside the policy, or take the policy's own base where it has one."""
+    began = OtherModelConfig(path=cfg.path) if policy.adapters is None else OtherModelConfig(adapters="off")
+    return load_frozen(policy, cfg, {REFERENCE: began}, meshes, temperatures={REFERENCE: temperature})[REFERENCE]
+
+
+def settings_of(model: OtherModelConfig, cfg: ModelConfig) -> ModelConfig:
+    """Return `[model]` for a model with a path: the same settings, all of it frozen."""
+    return cfg.model_copy(update={"path": model.path, "freeze": None})

@@ -1,0 +1,114 @@
+"""The frozen models beside the policy in a step: what they make of the responses, before the updates and in them.
+
+Each teacher takes its turn over the micro-batches in which it teaches something. For a divergence over the whole
+vocabulary it leaves its hidden states there, on the host; its head is on the device only during the updates, which
+compute both distributions tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.metrics import Mean, Metrics
+from spmdrl.config import DistillConfig
+from spmdrl.config.distill import REFERENCE
+from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
+from spmdrl.dist.mesh import Meshes
+from spmdrl.model.frozen import FrozenModel
+from spmdrl.model.policy import Policy, Teaching
+from spmdrl.step.batch import Batch
+from spmdrl.types import MicroBatch, TrainingDiverged
+
+
+class Beside:
+    """The frozen models beside a run's policy: the reference, and the teachers at their places in the settings."""
+
+    def __init__(self, policy: Policy, frozen: Mapping[str, FrozenModel], distill: DistillConfig | None) -> None:
+        """`frozen` are the models by name, as `config.frozen_models` names them."""
+        self._policy, self._distill = policy, distill
+        self.reference = frozen.get(REFERENCE)
+        self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, meshes: Meshes) -> Batch:
+        """Add `teacher_logprobs` or `teacher_hidden`; every rank that trains must call this.
+
+        Raises TrainingDiverged on all of them when a number is not finite on any.
+        """
+        if self._distill is None:
+            return batch
+        micro_batches, over_vocabulary = batch.micro_batches, self._distill.over_vocabulary
+        found: list[list[Tensor | None]] = [[] for _ in micro_batches]  # of each micro-batch, by teacher
+        for place, teacher in enumerate(self._teachers):
+            wanted = [micro_batch.taught_by(place) for micro_batch in micro_batches]
+            # Its layers are gathered over ranks: all of them skip a pass, or none does.
+            needed = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
+            for part, micro_batch, mine, is_needed in zip(found, micro_batches, wanted, map(any, needed), strict=True):
+                said = self._ask(teacher, place, micro_batch) if is_needed else None
+                part.append(said if over_vocabulary or said is None else torch.where(mine, said, 0.0))
+        with raise_on_all_ranks(meshes.training):
+            if not all(torch.isfinite(said).all() for part in found for said in part if said is not None):
+                raise TrainingDiverged("what a teacher makes of responses is not finite; no weights were changed")
+        return batch.with_micro_batches(
+            replace(micro_batch, teacher_hidden=tuple(part))
+            if over_vocabulary
+            else micro_batch.with_columns({"teacher_logprobs": _sum(micro_batch, part)})
+            for part, micro_batch in zip(found, micro_batches, strict=True)
+        )
+
+    def _ask(self, teacher: FrozenModel, place: int, micro_batch: MicroBatch) -> Tensor:
+        """Return the teacher's hidden states [N, D] or log-probabilities [T], on the host."""
+        assert self._distill is not None
+        said = teacher.hidden(micro_batch, place) if self._distill.over_vocabulary else teacher(micro_batch).logprobs
+        return said.cpu()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Surround updates: the policy takes divergences from the teachers, whose heads are on the device."""
+        if self._distill is None or self._distill.divergence == "sampled_kl":
+            yield
+            return
+        heads = [model.head(self._policy.num_head_rows) for model in self._teachers]
+        with self._policy.learning_from(Teaching(self._distill.divergence, self._distill.jsd_beta, heads)):
+            yield
+
+
+def _sum(micro_batch: MicroBatch, parts: Iterable[Tensor | None]) -> Tensor:
+    """Add what teachers say of tokens, [T] each and 0 for the tokens of others."""
+    return sum((part for part in parts if part is not None), torch.zeros(len(micro_batch.token_ids)))
+
+
+def penalty(micro_batch: MicroBatch) -> Tensor:
+    """[T] float64: log p - log teacher of each sampled token times its weight, with p of the policy before the updates.
+
+    It estimates KL(policy || teacher). 0 for tokens that are not distilled, and where no teacher has said anything."""
+    return _weights(micro_batch) * _sampled_kl(micro_batch)
+
+
+def sampled_metrics(micro_batch: MicroBatch) -> Metrics:
+    """The mean of that estimate over the distilled tokens, in nats."""
+    if micro_batch.teacher_logprobs is None:
+        return {}
+    distilled = _weights(micro_batch) != 0
+    total = float(torch.where(distilled, _sampled_kl(micro_batch), 0.0).sum())
+    return {"distill/sampled_kl_nats": Mean(total, float(distilled.sum()))}
+
+
+def _weights(micro_batch: MicroBatch) -> Tensor:
+    """[T] float64."""
+    weights = micro_batch.distill_weights
+    return torch.zeros(len(micro_batch.token_ids), dtype=torch.float64) if weights is None else weights.double()
+
+
+def _sampled_kl(micro_batch: MicroBatch) -> Tensor:
+    """[T] float64 nats."""
+    old, teacher = micro_batch.old_logprobs, micro_batch.teacher_logprobs
+    if old is None or teacher is None:
+        return torch.zeros(len(micro_batch.token_ids), dtype=torch.float64)
+    return kl_at_loss_tokens(old.double(), teacher.double(), micro_batch.loss_mask, estimator="k1")

@@ -1,0 +1,49 @@
+"""Whole runs that learn from a teacher: it is followed, and stopping changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.small_run import assert_same_weights, launch, rows, steady_rows, write_config
+
+
+@pytest.fixture(scope="module")
+def distilled(folder: Path) -> Path:
+    """A run of 4 steps on 2 ranks without rewards, from a teacher with another number of layers, over the whole
+    vocabulary."""
+    save_tiny_model(folder / "teacher", num_layers=3, spare_tokens=1, seed=5)
+    write_config(
+        folder,
+        models={"big": {"path": f"{folder}/teacher"}},
+        distill={"teacher": "big", "divergence": "forward"},
+        advantage={"estimator": "none"},
+        reward={"terms": []},
+        loss={"kl_coef": 0.0},
+        optim={"lr": 1e-3},
+        eval=None,
+    )
+    launch(folder, 2, "run.name=distilled")
+    return folder / "runs/distilled"
+
+
+def test_the_policy_comes_closer_to_its_teacher(distilled: Path) -> None:
+    found = [row["distill/forward_nats"] for row in rows(distilled)]
+    assert found[-1] < 0.8 * found[0] and found == sorted(found, reverse=True), found
+    assert {row["reward/mean"] for row in rows(distilled)} == {0.0}
+
+
+def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, distilled: Path) -> None:
+    launch(folder, 2, "run.name=stopped", "run.num_steps=2", "export.at_end=false")
+    launch(folder, 2, "run.name=stopped")
+    assert steady_rows(folder / "runs/stopped") == steady_rows(distilled)
+    assert_same_weights(folder / "runs/stopped", distilled)
+
+
+def test_sampled_tokens_are_compared_beside_rewards(folder: Path, distilled: Path) -> None:
+    overrides = ["reward.terms=[{kind='exact'}]", "advantage.estimator=grpo", "distill.divergence=sampled_kl"]
+    launch(folder, 1, "run.name=sampled", "run.num_steps=1", *overrides)
+    (row,) = rows(folder / "runs/sampled")
+    assert row["distill/sampled_kl_nats"] > 0 and row["update/grad_norm"] > 0

@@ -1,0 +1,177 @@
+"""Distillation: the gradient is that of the whole vocabulary's divergence, on any layout, packed or alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from spmdrl.config import DistillConfig, OptimConfig, OtherModelConfig, ParallelConfig
+from spmdrl.config.plan import Plan
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import World, spmd_session
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.update import update
+from spmdrl.model.frozen import load_frozen
+from spmdrl.model.load import load_policy
+from spmdrl.step.batch import build_batch
+from spmdrl.step.logprobs import add_columns
+from spmdrl.step.teachers import Beside
+from spmdrl.types import Sequence
+from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.models import save_qwen3
+from tests.helpers.parity import assert_same_change, dealt, initial
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sequences import random_sequences
+from tests.spmd.test_tensor_parallel import full_weights
+
+VOCABULARY, SEQUENCES, TEMPERATURE = 96, 12, 0.8
+ONE = {"teacher": "big"}
+BOTH = {"teachers": [{"model": "big", "tasks": ["a"], "weight": 0.5}, {"model": "wide", "tasks": ["b"], "weight": 2.0}]}
+Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]  # [distill], [parallel], changes to the plan
+Outcome = tuple[dict[str, Tensor], dict[str, float]]  # every weight after one update, and the update's metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of a student and of teachers, one of which has more rows of its head."""
+    folder = tmp_path_factory.mktemp("models")
+    save_qwen3(folder / "student", vocab_size=VOCABULARY)
+    save_qwen3(folder / "big", vocab_size=VOCABULARY, seed=1, hidden_size=96, num_hidden_layers=3)
+    save_qwen3(folder / "wide", vocab_size=VOCABULARY, seed=2, tie_word_embeddings=False)
+    save_qwen3(folder / "padded", vocab_size=VOCABULARY + 16, seed=3)
+    return folder
+
+
+def _sequences() -> list[Sequence]:
+    """Sequences of two data sources in turn."""
+    random = random_sequences(SEQUENCES, vocabulary=VOCABULARY)
+    return [dataclasses.replace(sequence, teacher=number % 2) for number, sequence in enumerate(random)]
+
+
+def _distil_each(folder: Path, cases: list[Case]) -> list[Outcome]:
+    """One update of the student by each case; run on each rank."""
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        return [_distilled(world, folder, *case) for case in cases]
+
+
+def _distilled(
+    world: World, folder: Path, table: dict[str, Any], parallel: dict[str, int], changes: dict[str, Any]
+) -> Outcome:
+    meshes, settings = build_meshes(world, ParallelConfig(**parallel)), model_config(str(folder / "student"))
+    distill = DistillConfig(**table)
+    names = [one.model for one in distill.by_place]
+    models = {name: OtherModelConfig(path=str(folder / name)) for name in names}
+    policy = load_policy(settings, meshes.model, temperature=TEMPERATURE)
+    frozen = load_frozen(policy, settings, models, meshes, temperatures=dict.fromkeys(names, TEMPERATURE))
+    beside = Beside(policy, frozen, distill)
+    sequences = _sequences() if distill.teachers else [dataclasses.replace(one, teacher=0) for one in _sequences()]
+    if only := changes.pop("only", None):
+        sequences = [one if one.teacher in only else dataclasses.replace(one, teacher=-1) for one in sequences]
+    plan: Plan = plan_for(SEQUENCES, world.num_ranks, **changes)
+    mine = dealt(sequences, world.rank, world.num_ranks, "like cards")
+    batch = build_batch(mine, plan, meshes, aggregation="token_mean", distill=distill)
+    batch = add_columns(batch, {"advantages": lambda one: torch.zeros(len(one.token_ids))}, meshes.training)
+    objective = PolicyObjective(loss_config(), distill=distill)
+    optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
+    learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32)
+    mini_batches = beside.teach(batch, meshes).mini_batches
+    with beside.present():
+        metrics = update(learner, mini_batches, meshes, step=1)
+    return full_weights(policy, meshes), {name: metric.value() for name, metric in metrics.items()}
+
+
+def _whole_vocabulary(folder: Path, kind: str, beta: float, teachers: list[tuple[str, float]]) -> Outcome:
+    """The same update from all logits at once."""
+    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64)
+    losses, weights_of = [], []
+    for place, (name, weight) in enumerate(teachers):
+        teacher = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+        found: list[Tensor] = []
+        for number, sequence in enumerate(_sequences()):
+            if number % len(teachers) == place:
+                ids = torch.tensor([sequence.token_ids])
+                wanted = torch.tensor(sequence.loss_mask)[1:]
+                with torch.no_grad():
+                    t = (teacher(ids).logits[0, :-1, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
+                s = (student(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+                found.append(_divergence(s, t, kind, beta)[wanted])
+        losses.append(torch.cat(found).mean())
+        weights_of.append(weight)
+    loss = sum(weight * one for weight, one in zip(weights_of, losses, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    moved = {name: (p - p.grad).detach().float() for name, p in student.named_parameters() if p.grad is not None}
+    return moved, {
+        "update/loss": float(loss.detach()),
+        f"distill/{kind}_nats_{teachers[0][0]}": float(losses[0].detach()),
+    }
+
+
+def _divergence(s: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one.exp() * (one - other)).sum(-1)
+
+    if kind == "jsd":
+        m = torch.logaddexp(t + torch.tensor(beta).log(), s + torch.tensor(1 - beta).log())
+        return beta * kl(t, m) + (1 - beta) * kl(s, m)
+    return kl(s, t) if kind == "reverse" else kl(t, s)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_the_gradient_is_that_of_all_logits(folder: Path, kind: str) -> None:
+    beta = {"beta": 0.3} if kind == "jsd" else {}
+    cases: list[Case] = [
+        ({**ONE, "divergence": kind, **beta}, {}, {}),
+        ({**BOTH, "divergence": kind, **beta}, {}, {}),
+        ({"teacher": "padded", "divergence": kind, **beta}, {}, {}),
+        ({**BOTH, "divergence": kind, **beta}, {}, {"max_tokens_per_micro_batch": 4096}),
+    ]
+    (found,) = run_ranks(1, _distil_each, folder, cases)
+    start = initial(str(folder / "student"))
+    two = [("big", 0.5), ("wide", 2.0)]
+    for (weights, metrics), teachers in zip(found, ([("big", 1.0)], two, [("padded", 1.0)], two), strict=True):
+        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers)
+        assert_same_change(expected, weights, start, 2e-5)
+        assert metrics["update/loss"] == pytest.approx(numbers["update/loss"], rel=1e-5)
+        if len(teachers) == 2:
+            name = f"distill/{kind}_nats_big"
+            assert metrics[name] == pytest.approx(numbers[name], rel=1e-5)
+
+
+LAYOUTS: dict[int, list[dict[str, int]]] = {2: [{}, {"cp": 2}, {"tp": 2}], 4: [{"cp": 2}, {"tp": 2, "cp": 2}]}
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_gradient_is_that_of_one_rank(folder: Path, num_ranks: int) -> None:
+    table = {**BOTH, "divergence": "jsd"}
+    ((weights, metrics),) = run_ranks(1, _distil_each, folder, [(table, {}, {})])[0]
+    start = initial(str(folder / "student"))
+    found = run_ranks(num_ranks, _distil_each, folder, [(table, layout, {}) for layout in LAYOUTS[num_ranks]])
+    for layout, (moved, numbers) in zip(LAYOUTS[num_ranks], found[0], strict=True):
+        assert_same_change(weights, moved, start, 2e-5)
+        assert numbers["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-6), layout
+
+
+def test_two_teachers_are_the_sum_of_two_runs_with_one(folder: Path) -> None:
+    table = {**BOTH, "divergence": "reverse"}
+    cases: list[Case] = [(table, {}, {}), (table, {}, {"only": [0]}), (table, {}, {"only": [1]})]
+    ((both, _), (one, _), (other, _)) = run_ranks(1, _distil_each, folder, cases)[0]
+    start = initial(str(folder / "student"))
+    summed = {name: one[name] + other[name] - start[name] for name in start}
+    assert_same_change(both, summed, start, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_the_policy_itself_teaches_nothing(folder: Path, kind: str) -> None:
+    cases: list[Case] = [({"teacher": "student", "divergence": kind}, {}, {})]
+    ((weights, metrics),) = run_ranks(1, _distil_each, folder, cases)[0]
+    assert metrics["update/loss"] == 0.0 and metrics["update/grad_norm"] == 0.0
+    for name, tensor in initial(str(folder / "student")).items():
+        assert torch.equal(weights[name], tensor), name

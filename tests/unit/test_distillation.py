@@ -1,0 +1,173 @@
+"""Teachers before a run starts, what they count, and the term that sampled tokens have in the advantage."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from spmdrl.config import Config, DistillConfig, ModelConfig
+from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.memory.device import GIB
+from spmdrl.memory.phase import PhaseMemory
+from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems
+from spmdrl.preflight.inputs import open_inputs
+from spmdrl.step.batch import lay_end_to_end
+from spmdrl.step.teachers import penalty, sampled_metrics
+from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import NO_TEACHER, UserError
+from tests.helpers.configs import minimal_config
+from tests.helpers.models import QWEN3
+from tests.helpers.sequences import random_sequences
+
+PAGE = Path(__file__).parents[2] / "docs" / "distillation.md"
+MATHS = {"kind": "jsonl", "path": "a", "task": "maths"}
+STYLE = {"kind": "jsonl", "path": "b", "task": "style"}
+
+
+def config(distill: dict[str, Any], **tables: dict[str, Any]) -> Config:
+    models = {"big": {"path": "big"}, "old": {"path": "old"}}
+    named = {one["model"] for one in distill.get("teachers", [])} | {distill.get("teacher")}
+    data = {"sources": [MATHS, STYLE]}
+    used = {name: model for name, model in models.items() if name in named}
+    return minimal_config(models=used, distill=distill, data=data, **tables)
+
+
+def test_sources_have_the_teacher_that_names_them_or_the_one_of_all_others() -> None:
+    one = DistillConfig(teacher="big")
+    assert [one.teacher_of(task) for task in ("maths", "style")] == [0, 0]
+    assert minimal_config().teacher_of("maths") == NO_TEACHER
+    both = config({"teachers": [{"model": "big", "tasks": ["style"]}, {"model": "old"}]})
+    assert [both.teacher_of(task) for task in ("maths", "style")] == [1, 0]
+    some = config({"teachers": [{"model": "big", "tasks": ["style"]}]})
+    assert [some.teacher_of(task) for task in ("maths", "style")] == [NO_TEACHER, 0]
+
+
+def test_the_reference_is_one_of_the_models() -> None:
+    cfg = config({"teacher": "big", "teacher_temperature": 2.0}, loss={"kl_coef": 0.1})
+    assert {name: one.path for name, one in cfg.frozen_models.items()} == {"big": "big", "reference": "m"}
+    assert cfg.temperatures == {"big": 2.0, "reference": 1.0}
+    own = minimal_config(loss={"kl_coef": 0.1}, models={"reference": {"path": "elsewhere"}})
+    assert own.frozen_models["reference"].path == "elsewhere"
+    adapted = minimal_config(
+        lora={}, loss={"kl_coef": 0.1}, models={"base": {"adapters": "off"}}, distill={"teacher": "base"}
+    )
+    assert all(one.is_own_base for one in adapted.frozen_models.values()) and len(adapted.frozen_models) == 2
+
+
+def test_every_teacher_has_a_denominator_of_its_own() -> None:
+    sequences = [dataclasses.replace(one, teacher=n % 3 - 1) for n, one in enumerate(random_sequences(6))]
+    micro_batch = lay_end_to_end(sequences, {}, multiple=64, distill={0: 0.25, 1: 3.0})
+    assert micro_batch.distill_weights is not None
+    for place, weight in ((0, 0.25), (1, 3.0)):
+        tokens = sum(sum(one.loss_mask) for one in sequences if one.teacher == place)
+        taught = micro_batch.taught_by(place)
+        assert taught.sum() == tokens and set(micro_batch.distill_weights[taught].tolist()) == {weight}
+    assert not micro_batch.taught_by(NO_TEACHER).any()
+
+
+def test_sampled_tokens_lose_what_the_teacher_finds_less_likely() -> None:
+    first, second = (dataclasses.replace(one, teacher=n - 1) for n, one in enumerate(random_sequences(2)))
+    micro_batch = lay_end_to_end([first, second], {}, distill={0: 0.5})
+    old, teacher = torch.randn(2, len(micro_batch.token_ids))
+    assert not penalty(micro_batch).any() and not sampled_metrics(micro_batch)
+    asked = micro_batch.with_columns({"old_logprobs": old, "teacher_logprobs": teacher})
+    taught = micro_batch.taught_by(0)
+    expected = torch.where(taught, 0.5 * (old.double() - teacher.double()), 0.0)
+    assert torch.equal(penalty(asked), expected)
+    mean = sampled_metrics(asked)["distill/sampled_kl_nats"].value()
+    assert mean == pytest.approx(float(2 * expected.sum() / taught.sum()))
+    assert not penalty(micro_batch.with_columns({"old_logprobs": old, "teacher_logprobs": old})).any()
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    assert first_difference({"a": 0, "b": 1}, {"a": 0, "b": 1}) == ""
+    assert "token 1 is 'b' of the policy and 'c' of the other" in first_difference({"a": 0, "b": 1}, {"a": 0, "c": 1})
+    assert "token 1 is none of the policy and 'b'" in first_difference({"a": 0}, {"a": 0, "b": 1})
+
+
+LISTINGS = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_every_listing_of_the_page_is_a_configuration(listing: str) -> None:
+    sources = [MATHS | {"task": task} for task in ("code", "style")]
+    cfg = minimal_config(**({"data": {"sources": sources}} | tomllib.loads(listing)))
+    assert cfg.distill is not None and cfg.frozen_models.keys() == cfg.models.keys()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models: two of the same tokens, one with others, one with more rows than its tokenizer has tokens."""
+    path = tmp_path_factory.mktemp("models")
+    for name, options in {"m": {}, "big": {"num_layers": 3}, "words": {"words": ["zebra"]}}.items():
+        save_tiny_model(path / name, num_layers=options.pop("num_layers", 2), **options)  # type: ignore[arg-type]
+    return path
+
+
+def problems(folder: Path, name: str, rows: int = 0, own_rows: int = 0, **tables: dict[str, Any]) -> list[str]:
+    cfg = config({"teacher": "big"} | tables.pop("distill", {}), **tables)
+    opened = []
+    for one, more in (("m", own_rows), (name, rows)):
+        settings = ModelConfig(path=str(folder / one))
+        model_config = AutoConfig.from_pretrained(folder / one)
+        model_config.vocab_size += more
+        opened.append(OpenedModel(f'{one}.path = "{one}"', settings, model_config, name="big"))
+    return list(frozen_problems(cfg, *opened, load_tokenizer(str(folder / "m"), trust_remote_code=False)))
+
+
+def test_a_teacher_has_the_tokens_of_the_policy(folder: Path) -> None:
+    assert problems(folder, "big") == []
+    (other,) = problems(folder, "words")
+    assert "token 99 is none of the policy and 'zebra' of the other" in other
+
+
+def test_a_head_with_more_rows_is_cut_and_one_with_fewer_refused(folder: Path) -> None:
+    assert problems(folder, "big", rows=8) == []
+    (fewer,) = problems(folder, "big", own_rows=8)
+    assert "its head has 99 rows, fewer than the 107" in fewer
+    assert problems(folder, "big", own_rows=8, distill={"divergence": "sampled_kl"}) == []
+    (split,) = problems(folder, "big", rows=1, parallel={"tp": 2})
+    assert "parallel.tp = 2 would divide unequally" in split
+
+
+def test_a_teacher_that_is_not_there_is_named_with_its_setting(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    cfg = minimal_config(
+        model={"path": str(folder / "m")},
+        data={"sources": [{"kind": "jsonl", "path": f"{tmp_path}/a.jsonl"}]},
+        models={"big": {"path": "nowhere"}},
+        distill={"teacher": "big"},
+        run={"dir": str(tmp_path)},
+    )
+    with pytest.raises(UserError, match=r'^models\.big\.path = "nowhere" does not exist'):
+        open_inputs(cfg, num_ranks=1)
+
+
+def phases(cfg: Config) -> dict[str, PhaseMemory]:
+    teacher = Model.read(QWEN3, ModelConfig(path="big"))
+    model = Model.read(QWEN3, ModelConfig(path="m"), frozen_models={"big": teacher})
+    found = predict(cfg, model, num_ranks=2, device_bytes=80 * GIB, on_gpu=True)
+    return {phase.name: phase for phase in found.phases}
+
+
+def test_teachers_are_counted_where_they_rest_and_where_their_heads_are() -> None:
+    shard = sum(shape.numel() for shape in map(torch.Size, Model.read(QWEN3, ModelConfig(path="m")).shapes.values()))
+    alone, host = phases(minimal_config()), phases(config({"teacher": "big"}))
+    assert host["forward-backward"].host["frozen models"] == 4 * shard // 2
+    assert host["forward-backward"].device["heads of teachers"] == 2 * 1000 * 64
+    assert host["forward-backward"].host["hidden states of teachers"] == 8 * 8 * 64 * 2  # 16 rollouts on 2 ranks
+    assert "logprobs" in host and "logprobs" not in alone
+    on_device = config({"teacher": "big", "divergence": "sampled_kl"})
+    big = on_device.models["big"].model_copy(update={"rests_on": "device"})
+    resident = phases(on_device.model_copy(update={"models": {"big": big}}))
+    more = resident["rollout"].device["trainer"] - alone["rollout"].device.get("trainer", 0)
+    assert more == 4 * shard // 2 and "frozen models" not in resident["forward-backward"].host
+    assert "heads of teachers" not in resident["forward-backward"].device
