@@ -13,7 +13,7 @@ from spmdrl import checkpoint
 from spmdrl.config import PreferencesConfig
 from spmdrl.config.distill import REFERENCE
 from spmdrl.learn.learner import POLICY, Learner
-from spmdrl.learn.pairs import PreferenceObjective
+from spmdrl.learn.pairs import pair_objective
 from spmdrl.learn.update import update
 from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.rollout.sampler import Sampler
@@ -36,16 +36,15 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
     """Train to prefer the chosen answers, from where the run begins to its last step, or until it is asked to stop."""
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
-        policy = run.load_policy()
-        reference = reference_columns(run.load_frozen(policy)[REFERENCE])
-    objective = PreferenceObjective(cfg.pairs)
-    learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
+        model = run.load_trained()  # a policy, or a reward model
+        reference = reference_columns(run.load_frozen(model).get(REFERENCE))
+    learner = Learner.start(model, cfg.optim, pair_objective(cfg.pairs), num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
-    encode, images = ComparisonEncoder(cfg, run.inputs), start_images(run, policy)
+    encode, images = ComparisonEncoder(cfg, run.inputs), start_images(run, model)
     held_out = HeldOutPairs(run, learner, reference, encode, images)
-    steps = Steps(run, policy, saver, NoHandover(), Sampler(), held_out=held_out)
+    steps = Steps(run, model, saver, NoHandover(), Sampler(), held_out=held_out)
 
     steps.announce()
     with steps.until_stopped():

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
-from spmdrl.config import Config, TuningConfig
+from spmdrl.config import Config, PreferencesConfig, TuningConfig
 from spmdrl.config.engines import ENGINES, engine_facts
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair
@@ -38,7 +38,8 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.machine import processor
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import PackedModel, Policy
+from spmdrl.model.reward_model import load_reward_model
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.types import UserError
@@ -100,9 +101,20 @@ class Run(Generic[SettingsT]):
         cfg = self.cfg
         return load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
 
-    def load_frozen(self, policy: Policy) -> dict[str, FrozenModel]:
+    def load_trained(self) -> PackedModel:
+        """Load what the run trains: its policy, or a reward model. Every rank that trains must call this."""
+        cfg = self.cfg
+        if isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model:
+            return load_reward_model(
+                cfg.model, self.meshes.model, role="trained", seed=cfg.run.seed, kernel=self.kernel
+            )
+        return self.load_policy()
+
+    def load_frozen(self, policy: PackedModel) -> dict[str, FrozenModel]:
         """Return the frozen models that the policy is compared with, by name: a reference, and teachers."""
         cfg = self.cfg
+        if not isinstance(policy, Policy):  # a reward model
+            return {}
         return load_frozen(
             policy, cfg.model, cfg.frozen_models, self.meshes, temperatures=cfg.temperatures, kernel=self.kernel
         )

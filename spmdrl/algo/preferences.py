@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+# Direct preferences compare a policy with a reference; a reward model gives each answer a score.
+
 PreferenceKind = Literal["sigmoid", "ipo"]
 Both = tuple[Tensor, Tensor]  # a value of each chosen answer and of each rejected one, [P] each
 
@@ -57,3 +59,18 @@ def preference_loss(
     if sft_coef:
         per_pair = per_pair - sft_coef * policy[0] / num_tokens[0]
     return PairLoss(per_pair, (beta * chosen, beta * rejected))
+
+
+def bradley_terry_loss(scores: Both, margins: Tensor, *, center_coef: float = 0.0) -> PairLoss:
+    """Return the loss of a reward model that gives chosen and rejected answers these scores.
+
+        -log sigmoid(chosen - rejected - margin)  +  center_coef (chosen + rejected)^2
+
+    The first term is the Bradley-Terry likelihood of the label (arXiv:2203.02155, eq. 1), with a margin of each pair
+    as in arXiv:2307.09288, eq. 2. The second keeps scores around 0, which the first leaves open (arXiv:2312.09244).
+    """
+    chosen, rejected = scores
+    per_pair = -F.logsigmoid(chosen - rejected - margins)
+    if center_coef:
+        per_pair = per_pair + center_coef * (chosen + rejected).square()
+    return PairLoss(per_pair, scores)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import Count, NonNegative, Positive, Section, rule
+from spmdrl.config.base import Count, NonNegative, Positive, Section, rule, unused_settings
 from spmdrl.config.data import DataSource, FileSettings, HeldOutPromptsConfig, PromptsConfig
 
 
@@ -30,8 +30,9 @@ class PairsConfig(AnswersConfig):
     """Pairs behind one optimizer step, over all ranks."""
     max_response_tokens: Count
     """Longest answer: all that follows the prompt. What becomes of a row with a longer one, `data.overlong` says."""
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """`sigmoid` is DPO's, `ipo` a squared distance from a margin. See `docs/preferences.md`."""
+    loss: Literal["sigmoid", "ipo", "bradley_terry"] = "sigmoid"
+    """`sigmoid` is DPO's, `ipo` a squared distance from a margin; with `bradley_terry` the run trains a reward model,
+    which gives an answer one number. See `docs/preferences.md`."""
     beta: Positive = 0.1
     """How much a step away from the reference costs: a larger one stays nearer to it. `ipo` calls it tau."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
@@ -40,6 +41,20 @@ class PairsConfig(AnswersConfig):
     """Divide an answer's log-ratio by its tokens. Unset: true for `ipo`, as its authors do, false for `sigmoid`."""
     sft_coef: NonNegative = 0.0
     """Coefficient of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
+
+    center_coef: NonNegative = 0.0
+    """Coefficient of the squared sum of a pair's two scores, which keeps them around 0, for `bradley_terry`."""
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """True when scores are trained, and no policy."""
+        return self.loss == "bradley_terry"
+
+    @property
+    def preference(self) -> Literal["sigmoid", "ipo"]:
+        """The loss of a policy."""
+        assert self.loss != "bradley_terry", "a reward model has no preferences"
+        return self.loss
 
     @property
     def divides_by_length(self) -> bool:
@@ -53,6 +68,13 @@ def smoothing_belongs_to_sigmoid(pairs: PairsConfig) -> Iterator[str]:
         yield f'label_smoothing has no meaning for loss = "{pairs.loss}"; remove it, or set loss = "sigmoid"'
 
 
+@rule(PairsConfig)
+def settings_belong_to_the_loss(pairs: PairsConfig) -> Iterator[str]:
+    of_policy = ("beta", "length_normalized", "sft_coef")
+    unused = of_policy if pairs.trains_reward_model else ("center_coef",)
+    yield from unused_settings(pairs, unused, f'loss = "{pairs.loss}"')
+
+
 class PreferenceFile(FileSettings):
     prompt_column: str = "prompt"
     """A string, or a list of chat messages (`{"role": ..., "content": ...}`). "" when the data has none: the prompt is
@@ -62,6 +84,8 @@ class PreferenceFile(FileSettings):
     conversation."""
     rejected_column: str = "rejected"
     """The other answer, in the same form."""
+    margin_column: str | None = None
+    """A number by which the score of the chosen answer has to be higher, for `pairs.loss = "bradley_terry"`."""
 
 
 class PreferenceDataConfig(PromptsConfig):

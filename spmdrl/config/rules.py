@@ -299,6 +299,27 @@ def micro_batches_hold_pairs(cfg: PreferencesConfig) -> Iterator[str]:
         )
 
 
+@rule(PreferencesConfig)
+def reward_models_are_trained_whole(cfg: PreferencesConfig) -> Iterator[str]:
+    if cfg.pairs.trains_reward_model and cfg.lora is not None:
+        yield (
+            'pairs.loss = "bradley_terry" trains a head of its own, and adapters have none; remove [lora], or train '
+            "fewer weights by model.freeze"
+        )
+
+
+@rule(PreferencesConfig)
+def margins_belong_to_reward_models(cfg: PreferencesConfig) -> Iterator[str]:
+    tables = {"data": cfg.data.sources, "held_out": cfg.held_out.sources if cfg.held_out else ()}
+    for table, sources in tables.items():
+        for place, source in enumerate(sources):
+            if source.margin_column is not None and not cfg.pairs.trains_reward_model:
+                yield (
+                    f'{table}.sources.{place}.margin_column has no meaning for pairs.loss = "{cfg.pairs.loss}"; remove '
+                    'it, or set loss = "bradley_terry"'
+                )
+
+
 @rule(Config, TuningConfig)
 def resume_names_settings(cfg: Config | TuningConfig) -> Iterator[str]:
     known = set(all_keys(type(cfg)))

@@ -231,4 +231,4 @@ class PreferencesConfig(TuningConfig):
     @property
     def has_reference(self) -> bool:
         """True when the policy is compared with a frozen reference."""
-        return True
+        return not self.pairs.trains_reward_model

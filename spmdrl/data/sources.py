@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
 from spmdrl.config import FileData, FileSettings, PreferenceFile, ReasoningGymData
+from spmdrl.config.base import LARGEST
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
 from spmdrl.data.parts import PartReader
@@ -48,6 +49,7 @@ class Row:
     response: str | None  # to imitate
     later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
     rejected: tuple[Exchange, ...] = ()  # what follows the prompt instead, and is worse; none without a comparison
+    margin: float = 0.0  # by how much, in units of a score
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs
     columns: tuple[str, ...] = ()  # of a file's row, as it has them
     where: str  # for messages: "train.jsonl line 12", "chain_sum item 17"
@@ -201,7 +203,12 @@ def _preference_row(record: dict[str, Any], where: str, cfg: PreferenceFile) -> 
         prompt, images = _with_images(written, columns, cfg)
     _require_text(prompt, [written, answers], where, cfg)
     first, *later = (Exchange(said, text) for said, text in chosen)
-    used = {cfg.prompt_column, *named.values(), cfg.image_column}
+    margin = 0.0
+    if cfg.margin_column is not None:
+        margin = _number(
+            _column(columns, "margin_column", cfg.margin_column, where, remedy=""), cfg.margin_column, where
+        )
+    used = {cfg.prompt_column, *named.values(), cfg.image_column, cfg.margin_column}
     return Row(
         prompt=prompt,
         images=images,
@@ -210,6 +217,7 @@ def _preference_row(record: dict[str, Any], where: str, cfg: PreferenceFile) -> 
         response=first.response,
         later=tuple(later),
         rejected=tuple(Exchange(said, text) for said, text in rejected),
+        margin=margin,
         metadata={name: value for name, value in columns.items() if name not in used},
         columns=tuple(record),
         where=where,
@@ -265,6 +273,12 @@ def _text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f'{where}: "{column}" must be a string or a whole number, not {type(value).__name__}')
     return value
+
+
+def _number(value: Any, column: str, where: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return float(value)
+    raise UserError(f'{where}: "{column}" must be a finite number, not {str(value)[:40]!r}')
 
 
 def _prompt(value: Any, column: str, where: str) -> str | list[dict[str, Any]]:

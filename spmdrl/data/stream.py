@@ -157,6 +157,7 @@ class TrainingPair:
     exchanges: tuple[Exchange, ...]  # the first has no messages
     images: tuple[ImageSpan, ...] = ()  # of the exchanges, in order; the first placeholder of each is token 0
     rejected: tuple[Exchange, ...] = ()  # what would be worse
+    margin: float = 0.0  # by how much
 
 
 class PromptStream:
@@ -272,7 +273,7 @@ def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> TrainingPair:
         )
     with in_row(row.where):
         images = encoder.spans(row.later_images)
-    return TrainingPair(prompt, row.where, row.exchanges, images, row.rejected)
+    return TrainingPair(prompt, row.where, row.exchanges, images, row.rejected, row.margin)
 
 
 def _last_said(row: Row) -> str:

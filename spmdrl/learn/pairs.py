@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmdrl.algo.preferences import PairLoss, preference_loss
+from spmdrl.algo.preferences import PairLoss, bradley_terry_loss, preference_loss
 from spmdrl.algo.segments import sequence_sums
 from spmdrl.config import PairsConfig
-from spmdrl.learn.objective import Objective
+from spmdrl.learn.objective import Objective, ObjectiveFunction
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import PADDING_INDEX, MicroBatch
 
@@ -63,7 +63,7 @@ class PreferenceObjective:
             policy,
             pairs.sums(torch.where(mask, reference, 0.0)),
             pairs.sums(mask.to(logprobs.dtype)),
-            kind=cfg.loss,
+            kind=cfg.preference,
             beta=cfg.beta,
             label_smoothing=cfg.label_smoothing,
             length_normalized=cfg.divides_by_length,
@@ -77,6 +77,24 @@ class PreferenceObjective:
             means={"update/entropy_nats": outputs.entropy.detach()},
             metrics={"chosen_logprob_nats": chosen, "rejected_logprob_nats": rejected},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RankingObjective:
+    """The loss by which a reward model learns to give the chosen answers the higher scores."""
+
+    cfg: PairsConfig
+
+    def __call__(self, scores: Tensor, micro_batch: MicroBatch) -> Objective:
+        pairs = Pairs(micro_batch)
+        margins = pairs.at(micro_batch.rewards).to(scores.dtype)
+        result = bradley_terry_loss(pairs.sums(scores), margins, center_coef=self.cfg.center_coef)
+        return _objective(result, pairs, micro_batch, means={"pairs/score": scores.detach()}, metrics={})
+
+
+def pair_objective(cfg: PairsConfig) -> ObjectiveFunction:
+    """Return the objective that `pairs.loss` names."""
+    return RankingObjective(cfg) if cfg.trains_reward_model else PreferenceObjective(cfg)
 
 
 def _objective(

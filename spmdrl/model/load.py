@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.config.model import QuantizedBase
@@ -98,7 +99,7 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 def critic_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """Return what `parameter_shapes` returns, for a critic and without its value head."""
     model = model_without_memory(model_config, cfg)
-    _drop_head(model)
+    drop_head(model)
     return _shapes(model)
 
 
@@ -177,7 +178,7 @@ def load_policy(
             context_style=meshes.cp_style,
         )
 
-    return _load(cfg, meshes, policy_of, role=role, kernel=kernel, quantized=quantized)
+    return load_packed(cfg, meshes, policy_of, role=role, kernel=kernel, quantized=quantized)
 
 
 def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
@@ -187,7 +188,7 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
     """
 
     def critic_of(model: PreTrainedModel, chosen: Kernel) -> Critic:
-        _drop_head(model)
+        drop_head(model)
         return Critic(
             model,
             kernel=chosen,
@@ -197,7 +198,7 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
         )
 
     with _errors_about_critic():
-        return _load(cfg, meshes, critic_of, role="trained", kernel=None)
+        return load_packed(cfg, meshes, critic_of, role="trained", kernel=None)
 
 
 def load_critic_config(cfg: ModelConfig) -> Any:
@@ -220,7 +221,7 @@ def _errors_about_critic() -> Iterator[None]:
         raise UserError(str(error).replace("model.path", "critic.path")) from error
 
 
-def _drop_head(model: PreTrainedModel) -> None:
+def drop_head(model: PreTrainedModel) -> None:
     """Remove the language head of a model without weights, and ignore the head's weights in files."""
     head = model.get_output_embeddings()
     (name,) = (name for name, module in model.named_modules() if module is head)
@@ -231,7 +232,7 @@ def _drop_head(model: PreTrainedModel) -> None:
     model._keys_to_ignore_on_load_unexpected = {*ignored, rf"^{re.escape(name)}\."}
 
 
-def _load(
+def load_packed(
     cfg: ModelConfig,
     meshes: ModelMeshes,
     build: Callable[[PreTrainedModel, Kernel], ModelT],
@@ -239,8 +240,10 @@ def _load(
     role: Role,
     kernel: Kernel | None,
     quantized: QuantizedBase | None = None,
+    start: Callable[[PreTrainedModel], Mapping[str, torch.Tensor]] | None = None,
 ) -> ModelT:
-    """Build the model on the meta device, shard it, and load the directory's weights."""
+    """Build the model on the meta device, shard it, and load the directory's weights. Those that `start` names may be
+    missing, and then begin with its values, which are whole."""
     device = torch.device(meshes.dense.device_type)
     dtype = compute_dtype(cfg.compute_dtype, device.type)
     waits = role in ("reference", "resident")  # for its next forward pass, and never for a backward pass
@@ -270,8 +273,10 @@ def _load(
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         built.append(policy)
 
-    model, problems = _from_pretrained(cfg, shard, dtype=dtype if role == "base" else torch.float32)
-    if missing := sorted(problems["missing_keys"]):
+    with nullcontext() if start is None else _without_warnings():  # which would list what `start` begins
+        model, problems = _from_pretrained(cfg, shard, dtype=dtype if role == "base" else torch.float32)
+    started = {} if start is None else {name: x for name, x in start(model).items() if name in problems["missing_keys"]}
+    if missing := sorted(problems["missing_keys"] - started.keys()):
         raise UserError(lacking(cfg.path, missing))
     if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
         name, held, wanted = mismatched[0]
@@ -281,6 +286,8 @@ def _load(
         )
     (policy,) = built
     materialize_shards(policy, torch.device("cpu") if offload else device)
+    for name, whole in started.items():
+        _fill(model.get_parameter(name), whole)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
     if cfg.gradient_checkpointing != "none" and not waits:
         checkpoint_layers(
@@ -293,6 +300,16 @@ def _load(
     for parameter in frozen_parameters(model, cfg.freeze).values():
         parameter.requires_grad_(False)
     return policy
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def load_reference(
@@ -330,7 +347,7 @@ def _from_pretrained(
             attn_implementation=attention_of(config),
             distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `_load` names them, without a traceback
+            ignore_mismatched_sizes=True,  # `load_packed` names them, without a traceback
             trust_remote_code=cfg.trust_remote_code,
         )
     except (SafetensorError, OSError) as error:
@@ -373,6 +390,14 @@ def materialize_shards(policy: PackedModel, device: torch.device) -> None:
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+
+
+@torch.no_grad()
+def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Write this rank's part of a whole tensor, which every rank has, into a sharded parameter."""
+    assert isinstance(parameter, DTensor), "a parameter was not sharded"
+    own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(own.to_local())
 
 
 def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

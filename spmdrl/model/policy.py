@@ -176,12 +176,18 @@ class PackedModel(nn.Module):
 
     def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
         """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""
-        seqlens, chunk = micro_batch.seqlens, self._chunk(len(micro_batch.token_ids))
+        chunk = self._chunk(len(micro_batch.token_ids))
         # Before the layers: a copy from the host may wait for all that the device has to do.
         found = predicting_rows(wanted, micro_batch.positions, chunk)
         tokens = chunk.start + found + 1
         rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[tokens]))
-        hidden = self.trunk(
+        hidden = self._hidden(micro_batch, chunk)
+        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden), tokens)
+
+    def _hidden(self, micro_batch: MicroBatch, chunk: slice) -> Tensor:
+        """Run the layers on a chunk of the tokens; returns the output of the last, [T of the chunk, D]."""
+        seqlens = micro_batch.seqlens
+        return self.trunk(
             self._on_device(micro_batch.token_ids[chunk]),
             self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
             lengths=lengths_of_tokens(seqlens)[chunk],
@@ -189,7 +195,6 @@ class PackedModel(nn.Module):
             attend=self._attend(micro_batch, seqlens),
             seqlens=seqlens,
         )
-        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden), tokens)
 
     def _positions(self, micro_batch: MicroBatch, seqlens: list[int]) -> Tensor:
         """Return the positions of a micro-batch's tokens, [T] or [3, T]."""
@@ -224,9 +229,12 @@ class PackedModel(nn.Module):
 
     def _per_token(self, values: Tensor, predicting: _PredictingRows) -> Tensor:
         """Move values [N] from the rows that predict to the tokens they predict: [T], 0 for all others."""
-        placed = place_at(predicting.rows, values, predicting.chunk_tokens)
-        whole = placed if self.context is None else gather_tokens(placed, self.context)
-        return F.pad(whole[:-1], (1, 0))
+        return F.pad(self._of_all_tokens(values, predicting.rows, predicting.chunk_tokens)[:-1], (1, 0))
+
+    def _of_all_tokens(self, values: Tensor, rows: Tensor, chunk_tokens: int) -> Tensor:
+        """Return values [N] at rows of this rank's chunk, and those of the other ranks' chunks: [T], 0 elsewhere."""
+        placed = place_at(rows, values, chunk_tokens)
+        return placed if self.context is None else gather_tokens(placed, self.context)
 
     def _chunk(self, num_tokens: int) -> slice:
         """Return this rank's tokens of a micro-batch."""
@@ -416,3 +424,15 @@ class Critic(PackedModel):
         """Compute values [T] float32, in units of the reward; 0 outside loss_mask."""
         predicting = self._predict(micro_batch, micro_batch.loss_mask)
         return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting)
+
+
+class RewardModel(PackedModel):
+    """A model that gives a whole sequence one number: its head is a line of weights, at the sequence's last token."""
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Compute scores [T] float32 at the tokens of loss_mask, which are the last of their sequences; 0 elsewhere."""
+        chunk = self._chunk(len(micro_batch.token_ids))
+        rows = self._on_device(torch.nonzero(micro_batch.loss_mask[chunk]).flatten())
+        hidden = self._hidden(micro_batch, chunk)
+        score: ValueHead = self.model.score  # where transformers' classifiers have it
+        return self._of_all_tokens(score(hidden[rows]).squeeze(-1), rows, len(hidden))

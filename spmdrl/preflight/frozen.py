@@ -26,7 +26,7 @@ class OpenedModel:
     setting: str  # that names its directory
     cfg: ModelConfig
     config: Any  # transformers'
-    is_critic: bool = False
+    drops_head: bool = False  # for one number instead of a distribution over tokens
     name: str = ""  # of one beside the policy
 
 

@@ -58,6 +58,7 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.lora.policy import adapter_problems
+from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
@@ -110,6 +111,7 @@ def open_inputs(
     for model in (policy, critic, *others) if critic and critic.cfg.path != cfg.model.path else (policy, *others):
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
+    found.ask(_head_problems, policy)
     found.ask(_vision_problems, cfg, policy)
     found.ask(_rate_problems, cfg, policy)
     for model in others:
@@ -183,14 +185,19 @@ class _Findings:
 
 
 def _open_policy(cfg: Config | TuningConfig) -> OpenedModel:
-    return OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, load_model_config(cfg.model))
+    config = load_model_config(cfg.model)
+    return OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, config, drops_head=_trains_reward_model(cfg))
+
+
+def _trains_reward_model(cfg: Config | TuningConfig) -> bool:
+    return isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model
 
 
 def _open_critic(cfg: Config | TuningConfig, policy: OpenedModel) -> OpenedModel | None:
     if isinstance(cfg, TuningConfig) or not cfg.has_critic:
         return None
     config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
-    return OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, is_critic=True)
+    return OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, drops_head=True)
 
 
 def _open_plan(cfg: Config | TuningConfig, num_ranks: int, policy: OpenedModel) -> Plan:
@@ -317,8 +324,11 @@ def _predict(
 ) -> Prediction:
     """Predict the memory of each phase. Raises UserError where the device is too small, whatever it computes."""
     second = Model.read_critic(critic.config, critic.cfg) if critic else None
-    beside = {one.name: Model.read(one.config, one.cfg) for one in frozen}
-    model = Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora, frozen_models=beside)
+    if policy.drops_head:
+        model = Model.read_critic(policy.config, policy.cfg)
+    else:
+        beside = {one.name: Model.read(one.config, one.cfg) for one in frozen}
+        model = Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora, frozen_models=beside)
     prediction = predict_here(cfg, model, num_ranks=num_ranks)
     raise_all(prediction.problems if prediction.rank.on_gpu else ())
     return prediction
@@ -378,7 +388,7 @@ def _folder_problems(cfg: Config | TuningConfig) -> Iterator[str]:
 def _weight_problems(model: OpenedModel) -> Iterator[str]:
     whole = model_without_memory(model.config, model.cfg)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
-    needed = critic_shapes(model.config, model.cfg)[0] if model.is_critic else shapes
+    needed = critic_shapes(model.config, model.cfg)[0] if model.drops_head else shapes
     sentences = [*weight_file_problems(model.cfg.path, parameters=shapes)]
     for sentence in sentences or missing_weight_problems(model.cfg.path, whole, needed):
         yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
@@ -411,6 +421,11 @@ def _parallel_problems(cfg: Config | TuningConfig, model: OpenedModel) -> Iterat
 
 def _adapter_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     return adapter_problems(policy.config, policy.cfg, cfg.lora)
+
+
+def _head_problems(policy: OpenedModel) -> Iterator[str]:
+    if policy.drops_head:
+        yield from reward_model_problems(policy.config, policy.cfg)
 
 
 def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:

@@ -16,7 +16,7 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.families import family_of
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.lora.quantized import QuantizedLinear
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
 from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.refit.sink import Naming
@@ -31,7 +31,7 @@ class Gatherer:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PackedModel,
         mesh: DeviceMesh,
         *,
         dtype: torch.dtype,
@@ -141,7 +141,7 @@ def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def _staying(policy: Policy, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
+def _staying(policy: PackedModel, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
     """Name the weights that need not be sent again. A base beside adapters is sent, as a whole, only to an engine that
     has nothing, so none of it is named unless its adapters are merged."""
     adapters = policy.adapters
@@ -184,7 +184,9 @@ def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:
     return slots, math.ceil(start / 16) * 16  # aligns the next rank's part for every dtype
 
 
-def _weight(policy: Policy, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int) -> Weight:
+def _weight(
+    policy: PackedModel, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int
+) -> Weight:
     sent_dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers keep their dtype
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":

@@ -22,7 +22,7 @@ from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
 from spmdrl.model.lora.peft import write_adapter
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import PackedModel, RewardModel
 from spmdrl.model.weight_files import kept_names, read_kept, write_tensors
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
@@ -44,7 +44,7 @@ def refuse_overwriting(model_path: str, destination: Path) -> None:
 
 
 def export_hf(
-    policy: Policy,
+    policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
     destination: Path,
     meshes: Meshes,
@@ -80,7 +80,7 @@ def export_hf(
             _write_the_rest(policy, tokenizer, unfinished, dtype, sizes)
 
 
-def export_adapter(policy: Policy, destination: Path, meshes: Meshes) -> None:
+def export_adapter(policy: PackedModel, destination: Path, meshes: Meshes) -> None:
     """Write the policy's adapters, if it has any, as a PEFT directory; every rank that trains must call this."""
     if policy.adapters is None:
         return
@@ -144,7 +144,7 @@ def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths:
 
 
 def _write_the_rest(
-    policy: Policy,
+    policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype,
@@ -155,8 +155,13 @@ def _write_the_rest(
     model = policy.model
     config = copy.deepcopy(model.config)
     config.dtype = dtype  # of the files, not of the master weights
+    if isinstance(policy, RewardModel):
+        # transformers reads the score at the last token that is not padding: the one that ends an answer must be none.
+        # Without padding it takes one sequence at a time, and reads its last token.
+        pads = tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+        config.pad_token_id = tokenizer.pad_token_id if pads else None
     config.save_pretrained(folder)
-    if model.generation_config is not None:
+    if model.generation_config is not None and not isinstance(policy, RewardModel):
         model.generation_config.save_pretrained(folder)
     if model._auto_class is not None:
         custom_object_save(model, folder, config=config)

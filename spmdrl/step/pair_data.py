@@ -27,11 +27,21 @@ class ComparisonEncoder:
 
     def __init__(self, cfg: PreferencesConfig, inputs: Inputs) -> None:
         self._encode = PairEncoder.of(cfg, inputs)
+        self._scores = cfg.pairs.trains_reward_model
 
     def __call__(self, pair: TrainingPair, index: int) -> list[TrainingSequence]:
-        """Return the pair's two sequences, the chosen one first. Raises UserError when an answer is too long."""
+        """Return the pair's two sequences, the chosen one first, which has the margin as its reward.
+
+        Their loss tokens are the answers'; for a reward model only the last token, at which it scores. Raises UserError
+        when an answer is too long.
+        """
         chosen, rejected = self._encode(pair, index), self._encode(replace(pair, exchanges=pair.rejected), index)
-        return [chosen, replace(rejected, part=1)]
+        pair_of_sequences = [replace(chosen, reward=pair.margin), replace(rejected, part=1)]
+        return [_only_end(one) for one in pair_of_sequences] if self._scores else pair_of_sequences
+
+
+def _only_end(sequence: TrainingSequence) -> TrainingSequence:
+    return replace(sequence, loss_mask=(False,) * (len(sequence.token_ids) - 1) + (True,))
 
 
 def answer_limit(cfg: PreferencesConfig, encode: PairEncoder) -> AnswerLimit:
@@ -88,6 +98,6 @@ class HeldOutPairs:
 def describe_comparison(pair: TrainingPair, sequences: Sequence[TrainingSequence]) -> Sequence[str]:
     """Return lines about a pair for --dry-run."""
     answers = (pair.exchanges[-1].response, pair.rejected[-1].response)
-    lengths = [sum(sequence.loss_mask) for sequence in sequences]
+    lengths = [len(sequence.token_ids) - len(pair.prompt.token_ids) for sequence in sequences]
     shown = [f"{text[:200]!r} ({length} tokens)" for text, length in zip(answers, lengths, strict=True)]
     return [f"first pair: {pair.prompt.text[-200:]!r} -> {shown[0]} is preferred to {shown[1]}"]

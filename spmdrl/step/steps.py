@@ -15,7 +15,7 @@ from spmdrl.config import MismatchLimits
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.correction import exceeded
 from spmdrl.model.fused import has_fused_layers
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import PackedModel
 from spmdrl.model.weight_files import kept_line, kept_names
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.report import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
@@ -41,7 +41,7 @@ class Steps(Generic[SettingsT]):
     def __init__(
         self,
         run: Launch[SettingsT],
-        policy: Policy,
+        policy: PackedModel,
         saver: Saver,
         handover: Handover | NoHandover,
         sampler: Sampler,

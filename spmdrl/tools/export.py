@@ -65,7 +65,7 @@ def export_checkpoint(
             exits.enter_context(owning(run, ranks.world, ranks.meshes.world, instead=instead))
         saved = folder_of(folder.checkpoints, step)
         require_whole(saved, ranks.meshes.training, remedy="name another by --step")
-        policy = ranks.load_policy()
+        policy = ranks.load_trained()
         restore_weights(saved, policy, ranks.meshes.training, name=POLICY)
         if adapter:
             export_adapter(policy, destination, ranks.meshes)

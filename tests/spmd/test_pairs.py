@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.pairs import main
@@ -26,15 +28,15 @@ def preferring(argv: list[str]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-def write_pairs_run(folder: Path, **tables: Any) -> Path:
+def write_pairs_run(folder: Path, *, name: str = "c.toml", **tables: Any) -> Path:
     """Write sums with a right and a wrong answer, of which ten are held out, and the configuration of a run on them."""
     pairs = [
         {"prompt": f"{a} + {b} =", "chosen": f" {a + b}", "rejected": " no" if a < b else f" {a + b + 1}, I guess"}
         for a in range(10)
         for b in range(10)
     ]
-    for name, part in (("train", pairs[10:]), ("held-out", pairs[:10])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in part))
+    for file, part in (("train", pairs[10:]), ("held-out", pairs[:10])):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in part))
     changed = {
         "run": {"dir": str(folder), "num_steps": 4},
         "data": {"sources": [{"kind": "jsonl", "path": f"{folder}/train.jsonl"}]},
@@ -47,9 +49,9 @@ def write_pairs_run(folder: Path, **tables: Any) -> Path:
         "optim": {"lr": 1e-3},
         "report": {"tensorboard": False},
     }
-    for name, table in tables.items():
-        changed[name] = changed.get(name, {}) | table
-    return write_sft_config(folder, **changed)
+    for key, table in tables.items():
+        changed[key] = changed.get(key, {}) | table
+    return write_sft_config(folder, name=name, **changed)
 
 
 ALONE = {"pack": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 2}}  # each pair by itself
@@ -114,6 +116,55 @@ def test_a_run_does_not_depend_on_how_it_is_divided(
         assert values == pytest.approx(curves(expected, last=2)[name], rel=1e-4, abs=1e-5), name
 
 
+REWARD_MODEL = {"pairs": {"loss": "bradley_terry", "center_coef": 0.01}, "optim": {"lr": 2e-3}}
+
+
+@pytest.fixture(scope="module")
+def ranked(whole: Path) -> Path:
+    """The folder of a reward model, trained for 4 steps on one rank."""
+    write_pairs_run(whole, name="r.toml", run={"dir": str(whole), "num_steps": 4, "name": "ranked"}, **REWARD_MODEL)
+    assert run_ranks(1, preferring, [f"{whole}/r.toml"])[0][0] == 0
+    return whole / "ranked"
+
+
+def test_an_exported_reward_model_is_a_classifier_of_transformers(ranked: Path) -> None:
+    """It gives the held-out answers the scores that the run measured after its last step."""
+    model = AutoModelForSequenceClassification.from_pretrained(ranked / "hf", attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(ranked / "hf")
+    pairs = [json.loads(line) for line in (ranked.parent / "held-out.jsonl").read_text().splitlines()]
+    texts = [[pair["prompt"] + pair[side] + tokenizer.eos_token for pair in pairs] for side in ("chosen", "rejected")]
+    with torch.no_grad():
+        chosen, rejected = (
+            model(**tokenizer(side, return_tensors="pt", padding=True, add_special_tokens=False)).logits.squeeze(-1)
+            for side in texts
+        )
+    last = rows(ranked)[-1]
+    assert last["eval/chosen_reward"] == pytest.approx(float(chosen.mean()), rel=1e-5)
+    assert last["eval/rejected_reward"] == pytest.approx(float(rejected.mean()), rel=1e-5)
+    assert last["eval/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+    assert last["eval/loss"] < rows(ranked)[0]["eval/loss"]
+
+
+@pytest.mark.parametrize(("num_ranks", "tables"), [one for one in LAYOUTS if "lora" not in one.values[1]])
+def test_a_reward_model_does_not_depend_on_how_it_is_divided(
+    num_ranks: int, tables: dict[str, Any], ranked: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(ranked.parent / "model")
+    run = {"dir": str(tmp_path), "num_steps": 2, "name": "divided"}
+    write_pairs_run(tmp_path, run=run, **REWARD_MODEL, **tables)
+    assert {code for code, _ in run_ranks(num_ranks, preferring, [f"{tmp_path}/c.toml"])} == {0}
+    expected = curves(ranked, last=2)
+    for name, values in curves(tmp_path / "divided", last=2).items():
+        assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+def test_training_goes_on_from_a_reward_model(ranked: Path) -> None:
+    """Its head is read from its files, and not begun again."""
+    argv = [f"{ranked.parent}/r.toml", "run.name=more", f"model.path={ranked}/hf", "run.num_steps=1"]
+    assert run_ranks(1, preferring, argv)[0][0] == 0
+    assert rows(ranked.parent / "more")[0]["eval/loss"] == pytest.approx(rows(ranked)[-1]["eval/loss"], rel=1e-6)
+
+
 def test_what_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path / "model", num_layers=1, spare_tokens=1)
     config = str(write_pairs_run(tmp_path, pairs={"pairs_per_step": 8, "max_response_tokens": 8}))
@@ -122,6 +173,7 @@ def test_what_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, caps
         ("pack={ sequences_per_micro_batch = 3 }",): "divides a pair",
         (): "held-out.jsonl line 1: an answer has 12 tokens, more than pairs.max_response_tokens = 8",
         ("pairs.loss=simpo",): "pairs.loss",
+        ("pairs.loss=bradley_terry", "lora={ rank = 4 }"): "trains a head of its own, and adapters have none",
     }.items():
         assert main([config, "--dry-run", *overrides]) == 2
         assert words in capsys.readouterr().err

@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Cohere2Config
 
 from spmdrl.algo.preferences import preference_loss
-from spmdrl.config import PairsConfig, PreferenceFile
+from spmdrl.config import ModelConfig, PairsConfig, PreferenceFile
 from spmdrl.data.preferences import compared
 from spmdrl.data.sources import Exchange, FileSource, Row
-from spmdrl.learn.pairs import PreferenceObjective
+from spmdrl.learn.pairs import PreferenceObjective, pair_objective
 from spmdrl.model.policy import TokenLogprobs
+from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Sequence, UserError
+from tests.helpers.models import QWEN3
+
+COHERE2 = Cohere2Config(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 
@@ -225,6 +230,42 @@ def test_a_policy_that_is_the_reference_is_undecided() -> None:
     assert squared.per_pair.tolist() == pytest.approx([25.0] * 2)
 
 
+def test_the_ranking_objective_is_the_likelihood_of_the_labels() -> None:
+    sequences, *_ = random_pairs()
+    scores, margins = [(0.3, -0.2), (-1.0, 0.5), (2.0, 2.0)], [0.5, 0.0, 1.0]
+    columns = []
+    for place, one in enumerate(sequences):
+        end = (False,) * (len(one.token_ids) - 1) + (True,)
+        margin = margins[one.index] if one.part == 0 else 0.0
+        sequences[place] = dataclasses.replace(one, loss_mask=end, reward=margin)
+        columns += [0.0] * (len(end) - 1) + [scores[one.index][one.part]]
+    batch = lay_end_to_end(sequences, dict.fromkeys(range(3), 1 / 3))
+    objective = pair_objective(
+        PairsConfig(pairs_per_step=4, max_response_tokens=8, loss="bradley_terry", center_coef=0.01)
+    )(torch.tensor(columns, requires_grad=True), batch)
+    each = [-log_sigmoid(a - b - m) + 0.01 * (a + b) ** 2 for (a, b), m in zip(scores, margins, strict=True)]
+    assert float(objective.loss_sum.detach()) == pytest.approx(sum(each) / 3, rel=1e-6)
+    values, where = objective.elsewhere["pairs/accuracy"]
+    assert values[where].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_a_margin_is_a_number_of_its_row(tmp_path: Path) -> None:
+    record = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2}
+    assert row_of(record, tmp_path, margin_column="margin").margin == 2.0
+    for wrong in ("2", True, 1e300):
+        with pytest.raises(UserError, match='line 1: "margin" must be a finite number'):
+            row_of(record | {"margin": wrong}, tmp_path, margin_column="margin")
+
+
+def test_a_head_of_one_label_needs_a_classifier_of_transformers() -> None:
+    cfg = ModelConfig(path="somewhere")
+    assert [*reward_model_problems(QWEN3, cfg)] == []
+    assert "transformers has no such model" in next(reward_model_problems(COHERE2, cfg))
+
+
 def test_smoothing_belongs_to_sigmoid() -> None:
     with pytest.raises(ValueError, match="label_smoothing has no meaning"):
         settings(loss="ipo", label_smoothing=0.1)
+    for changes in ({"loss": "bradley_terry", "beta": 0.2}, {"center_coef": 0.1}):
+        with pytest.raises(ValueError, match="has no meaning for loss"):
+            settings(**changes)
