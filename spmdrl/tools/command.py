@@ -27,6 +27,7 @@ PROGRAMS = {
     "train": Program("train by reinforcement learning on this machine", "spmdrl.tools.local", ("spmdrl.train",)),
     "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("spmdrl.sft",)),
     "pairs": Program("train on pairs of answers on this machine", "spmdrl.tools.local", ("spmdrl.pairs",)),
+    "model": Program("say whether a model can be trained here, by a tiny one with its settings", "spmdrl.tools.model"),
     "plan": Program("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
     "doctor": Program("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
     "watch": Program("show a run as it is now, on a terminal", "spmdrl.tools.runs", function="watch"),

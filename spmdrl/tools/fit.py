@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = _read_model(cfg, published_config(arguments.shape) if arguments.shape else read_model_config(cfg.model))
     device_bytes = int(arguments.gpu_gib * GIB)
     prediction = predict(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes, on_gpu=True)
-    problems = [*_problems(prediction)]
+    problems = [*shortages(prediction)]
     if problems:
         problems += _remedies(cfg, model, num_ranks=arguments.ranks, device_bytes=device_bytes)
     if arguments.json:
@@ -110,7 +110,7 @@ def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
     return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg))
 
 
-def _problems(prediction: Prediction) -> Iterator[str]:
+def shortages(prediction: Prediction) -> Iterator[str]:
     """Yield the problems that a launch would refuse, and the phases that are too large with activations and logits."""
     device_bytes = prediction.rank.device_bytes
     yield from prediction.problems
@@ -139,7 +139,7 @@ def _shortage(cfg: Config | TuningConfig, *, model: Model, num_ranks: int, devic
     prediction = predict(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=True)
     too_large = _too_large(prediction.phases, device_bytes)
     too_much = sum(phase.device_bytes - device_bytes for phase in too_large)
-    return len([*_problems(prediction)]), too_much
+    return len([*shortages(prediction)]), too_much
 
 
 def _tried(

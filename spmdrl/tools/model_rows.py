@@ -1,0 +1,281 @@
+"""The rows of the verdict of `spmdrl model`, in order; each compares a way to compute with transformers' eager code."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from spmdrl.config import LoraConfig, ModelConfig, PackConfig, ParallelConfig
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import World, spmd_session
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.model.load import load_policy, persistent_buffers
+from spmdrl.model.lora.policy import load_trained, random_values
+from spmdrl.model.rotary import changes_after
+from spmdrl.refit.refit import load_whole
+from spmdrl.step.export import export_hf
+from spmdrl.tools.model_ranks import RANKS, on_two_ranks
+from spmdrl.tools.model_scores import (
+    BOUND,
+    TEMPERATURE,
+    Layout,
+    Scores,
+    difference,
+    eager_logprobs,
+    eager_model,
+    eager_scores,
+    first_difference,
+    scores,
+    sequences,
+)
+from spmdrl.tools.model_source import Source
+from spmdrl.types import Request, UserError
+
+Answer = Literal["yes", "no", "refused"]
+_RESPONSE_TOKENS = 20
+# Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: as much as this of `Subject.rounding`.
+_TIMES = 4.0
+_ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
+_LORA = LoraConfig(rank=4, alpha=4.0)
+
+# Settings that change what a part of a model computes, most telling first; the part's name has one of the words.
+_SETTINGS: Mapping[tuple[str, ...], str] = {
+    ("head",): "final_logit_softcapping logit_scale logits_scaling lm_head_multiplier tie_word_embeddings",
+    ("embedding",): "embedding_multiplier scale_embedding",
+    ("mlp", "moe", "expert", "feed_forward", "mixer"): "norm_topk_prob routed_scaling_factor scoring_func topk_method "
+    "n_group num_experts_per_tok swiglu_limit hidden_act",
+    ("attn", "attention"): "attn_logit_softcapping attention_multiplier query_pre_attn_scalar sliding_window "
+    "partial_rotary_factor rope_parameters use_qk_norm",
+    ("",): "residual_multiplier rms_norm_eps",
+}
+_WITH_STATE = ("linear_attn", "mamba", "conv", "ssm", "mixer", "delta")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to one question about a model."""
+
+    question: str
+    answer: Answer
+    remark: str = ""
+
+
+Found = tuple[Answer, str]
+
+
+class Subject:
+    """The tiny model of a source, and what is computed of it once."""
+
+    def __init__(self, source: Source, path: Path) -> None:
+        """`path` is the directory of the tiny model."""
+        self.source, self.path = source, str(path)
+        self.batch = sequences()
+
+    @cached_property
+    def expected(self) -> Scores:
+        """By transformers' eager code, a sequence at a time."""
+        return eager_scores(self.path, self.batch)
+
+    @cached_property
+    def rounding(self) -> tuple[float, float]:
+        """What weights one bit apart change, of log-probabilities and of gradients: nothing can agree better."""
+        moved = eager_scores(self.path, self.batch, moved=True)
+        return difference(moved, self.expected)[:2]
+
+    @cached_property
+    def of_two_ranks(self) -> Mapping[str, Scores | str]:
+        """By two ranks, in every layout that they may have; a sentence for what the model does not support."""
+        found: list[dict[str, Any]] = on_two_ranks(_on_rank, self.path)
+        first, second = found
+        return {
+            name: part if isinstance(part, str) else Scores(second[name].logprobs | part.logprobs, part.gradients)
+            for name, part in first.items()
+        }
+
+
+_TWO_RANKS: Mapping[str, Layout] = {
+    "two ranks (fsdp)": Layout(RANKS),
+    "cp 2, all_gather": Layout(RANKS, ParallelConfig(cp=2)),
+    "cp 2, ulysses": Layout(RANKS, ParallelConfig(cp=2, cp_style="ulysses")),
+    "tp 2": Layout(RANKS, ParallelConfig(tp=2)),
+    "ep 2": Layout(RANKS, ParallelConfig(ep=2)),
+}
+
+
+def _on_rank(path: str) -> dict[str, Scores | str]:
+    transformers_logging.disable_progress_bar()
+    found: dict[str, Scores | str] = {}
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        for name, layout in _TWO_RANKS.items():
+            try:
+                found[name] = scores(path, layout, sequences(), world)
+            except UserError as error:  # raised on every rank
+                found[name] = str(error)
+    return found
+
+
+def _has_experts(config: Any) -> bool:
+    """True where there is something for parallel.ep to distribute."""
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+    return any(getattr(text, name, None) for name in names)
+
+
+def _weights(subject: Subject, _: World) -> Found:
+    if (method := subject.source.quantization) is None:
+        return "yes", ""
+    way = "save the model dequantized, as docs/models.md shows, and train that"
+    return "refused", f"quantized ({method}), and there are no gradients for packed integers; {way}"
+
+
+def _one_rank(layout: Layout, subject: Subject, world: World) -> Found:
+    found = scores(subject.path, layout, subject.batch, world)
+    return _compared(found, subject, partial(_parting, subject, world))
+
+
+def _parting(subject: Subject, world: World) -> str:
+    """Name the first part and token where packed and eager part, and the setting that is likely the reason."""
+    policy = load_policy(_model(subject), build_meshes(world).model, temperature=TEMPERATURE)
+    part, place, token = first_difference(
+        subject.path, policy, subject.batch, bound=max(BOUND, _TIMES * subject.rounding[0])
+    )
+    if place > 0 and token < len(subject.batch[place].token_ids) // 2 and any(word in part for word in _WITH_STATE):
+        likely = "a state that leaks from the sequence before"
+    elif token > 0 and "attn" in part and token >= 64:
+        likely = f"positions from {token} on"
+    else:
+        likely = ", ".join(_settings_of(subject, part)) or "the code of this part"
+    return f"first in {part}, token {token} of sequence {place}; likely: {likely}"
+
+
+def _settings_of(subject: Subject, part: str) -> Iterator[str]:
+    text = subject.source.config.get_text_config()
+    names = next(names for words, names in _SETTINGS.items() if any(word in part for word in words))
+    for name in names.split():
+        if (value := getattr(text, name, None)) is not None:
+            yield f"{name} = {value}"
+
+
+def _two_ranks(name: str, subject: Subject, _: World) -> Found:
+    found = subject.of_two_ranks[name]
+    if isinstance(found, str):
+        return "refused", found
+    return _compared(found, subject, lambda: "where one rank agrees, the layout is the reason")
+
+
+def _compared(found: Scores, subject: Subject, why: Callable[[], str]) -> Found:
+    value, gradient, name = difference(found, subject.expected)
+    apart = f"{value:.0e} nats, gradients {gradient:.0e}"
+    if value < BOUND and gradient < BOUND:
+        return "yes", apart
+    of_values, of_gradients = (max(BOUND, _TIMES * size) for size in subject.rounding)
+    if value < of_values and gradient < of_gradients:
+        return "yes", f"{apart}; {_ONE_BIT.format(*subject.rounding)}"
+    return "no", f"{apart}: {why() if value >= of_values else f'the gradient of {name}'}"
+
+
+def _close(worst: float, subject: Subject, more: str = "") -> Found:
+    """Judge log-probabilities that differ by up to `worst`."""
+    if worst < BOUND:
+        return "yes", f"{worst:.0e} nats{more}"
+    said = f"{worst:.0e} nats{more}; {_ONE_BIT.format(*subject.rounding)}"
+    return "yes" if worst < _TIMES * subject.rounding[0] else "no", said
+
+
+def _adapters(subject: Subject, world: World) -> Found:
+    """An adapted policy has the log-probabilities of its export, in which the adapters are merged."""
+    meshes = build_meshes(world)
+    policy = load_trained(_model(subject), _LORA, meshes, temperature=TEMPERATURE, seed=0)
+    assert policy.adapters is not None
+    policy.adapters.load(random_values(policy.adapters.trained, seed=0))
+    merged = Path(subject.path).with_name("merged")
+    export_hf(policy, _NoTokenizer(), merged, meshes, dtype=torch.float32)
+    model = eager_model(str(merged))
+    found = scores(subject.path, Layout(lora=_LORA), subject.batch, world).logprobs
+    with torch.no_grad():
+        worst = max(float((found[one.index] - eager_logprobs(model, one)).abs().max()) for one in subject.batch)
+    shutil.rmtree(merged)
+    return _close(worst, subject, " from the merged export")
+
+
+class _NoTokenizer(PreTrainedTokenizerBase):
+    def __init__(self) -> None:
+        pass
+
+    def save_pretrained(self, *_: Any, **__: Any) -> tuple[str, ...]:
+        return ()
+
+
+def _torch_engine(subject: Subject, _: World) -> Found:
+    """What the engine reports of the tokens that it samples, with its cache, is what eager code says about them."""
+    model = eager_model(subject.path)
+    engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=3)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    longest = (changes_after(model.config) or 10**9) - _RESPONSE_TOKENS
+    prompts = [one.token_ids[: min(longest, 50)] for one in subject.batch]
+    asked = [
+        Request(prompt_ids=ids, seed=seed, max_response_tokens=_RESPONSE_TOKENS, temperature=TEMPERATURE)
+        for seed, ids in enumerate(prompts)
+    ]
+    worst = 0.0
+    with torch.no_grad():
+        for index, response in engine.generate(asked):
+            said, ids = torch.tensor(response.logprobs), prompts[index] + response.token_ids
+            whole = torch.tensor(ids)
+            log_p = (model(input_ids=whole[None], use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
+            sampled = log_p[:-1].gather(1, whole[1:, None])[-len(said) :, 0]
+            worst = max(worst, float((said - sampled).abs().max()))
+    return _close(worst, subject)
+
+
+def _export(subject: Subject, world: World) -> Found:
+    """The files of an export have the names and the bits of those that were loaded, and transformers reads them."""
+    meshes = build_meshes(world)
+    policy = load_policy(_model(subject), meshes.model, temperature=TEMPERATURE)
+    folder = Path(subject.path).with_name("exported")
+    export_hf(policy, _NoTokenizer(), folder, meshes, dtype=torch.float32)
+    wanted, found = (load_file(Path(one) / "model.safetensors") for one in (subject.path, folder))
+    loaded, fresh = eager_model(str(folder)).state_dict(), eager_model(subject.path).state_dict()
+    shutil.rmtree(folder)
+    if other := wanted.keys() ^ found.keys():
+        return "no", f"names differ, among them {min(other)}"
+    changed = [name for name, x in wanted.items() if not torch.equal(x, found[name])]
+    changed += [name for name, x in fresh.items() if not torch.equal(x, loaded[name])]
+    return ("no", f"{changed[0]} differs") if changed else ("yes", "bit for bit")
+
+
+def _model(subject: Subject) -> ModelConfig:
+    return ModelConfig(path=subject.path, compute_dtype="float32", logits_chunk_tokens=64)
+
+
+Row = Callable[[Subject, World], Found]
+ROWS: Mapping[str, Row] = {
+    "weights as published": _weights,
+    "packed": partial(_one_rank, Layout()),
+    "one at a time": partial(_one_rank, Layout(pack=PackConfig(sequences_per_micro_batch=1))),
+    **{name: partial(_two_ranks, name) for name in _TWO_RANKS},
+    "adapters": _adapters,
+    "torch engine": _torch_engine,
+    "export and reload": _export,
+}
+
+
+def verdicts(subject: Subject) -> Iterator[Verdict]:
+    """Answer every question in order, about a model that is not refused."""
+    with spmd_session(threads_per_rank=torch.get_num_threads(), deterministic=True) as world:
+        for question, row in ROWS.items():
+            if question == "ep 2" and not _has_experts(subject.source.config):
+                continue
+            try:
+                yield Verdict(question, *row(subject, world))
+            except UserError as error:
+                yield Verdict(question, "refused", str(error))

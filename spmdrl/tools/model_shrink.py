@@ -1,0 +1,189 @@
+"""A tiny model with the settings of a real one: sizes alone are changed, and `SIZES` lists all that may be.
+
+Caps, scales, multipliers, partial rotary factors, layer patterns, the placement of norms, rules of routing and tied
+weights stay as they are: a fault that a released setting brings to light must come to light here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from spmdrl.families import family_of
+from spmdrl.model.trunk import model_class
+
+VOCABULARY = 128
+_LIMIT = 48  # tokens from which on frequencies of `longrope` are others; the longest sequences of the test have more
+_MOST_LAYERS = 12
+
+# All settings of a text model that may change, by what becomes of a value that is there.
+SIZES: Mapping[str, str] = {
+    "as the others need it": "num_hidden_layers hidden_size num_attention_heads num_key_value_heads "
+    "linear_num_value_heads mamba_d_head mamba_d_ssm moe_layer_end_index mlp_only_layers hybrid_layer_ids "
+    "max_position_embeddings original_max_position_embeddings rope_parameters",
+    "in its ratio to the width": "intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+    "shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size hidden_size_per_layer_input "
+    "dense_intermediate_size intermediate_size_mlp block_ff_dim block_dim conv_dim",
+    "an eighth, in steps of 16": "head_dim global_head_dim v_head_dim attention_head_dim",
+    "an eighth, in steps of 8": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim linear_key_head_dim "
+    "linear_value_head_dim ssm_state_size mamba_d_state mamba_head_dim mamba_headdim",
+    "0": "pad_token_id",
+    "1": "eos_token_id",
+    "2": "bos_token_id",
+    "8": "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts "
+    "mamba_num_heads mamba_n_heads n_mamba_heads",
+    "128": "vocab_size vocab_size_per_layer_input",
+    "at most 2": "num_global_key_value_heads num_kv_shared_layers mamba_n_groups n_groups mamba_ngroups "
+    "linear_num_key_heads topk_group",
+    "at most 4": "num_experts_per_tok moe_topk moe_k top_k_experts num_experts_per_token n_group",
+    "at most 24": "sliding_window attention_chunk_size",  # fewer than the longest sequences of the test have
+}
+_RULES = {name: rule for rule, names in SIZES.items() for name in names.split()}
+# Of a tower for images, whose output is as wide as the text model; its special tokens are the last of the vocabulary.
+_TOWER: Mapping[str, Any] = {
+    **dict.fromkeys(("depth", "num_hidden_layers", "num_heads", "num_attention_heads"), 2),
+    **{"hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 64, "image_size": 56},
+    **{"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]},
+}
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TOKENS_OF_GEMMA = ("boi_token_index", "eoi_token_index")
+# What follows from sizes, and is computed again by transformers; and what says how weights are stored.
+_DERIVED = {"qk_head_dim", "per_layer_config", "quantization_config", "auto_map", "dtype", "model_type"}
+
+
+def shrunk(config: Any) -> Any:
+    """Return transformers' config of the tiny model with the settings of `config`."""
+    values, text = copy.deepcopy(config.to_dict()), config.get_text_config()
+    if text is config:
+        return AutoConfig.for_model(config.model_type, **_text(values, text.num_hidden_layers))
+    values["text_config"] = _text(values["text_config"], text.num_hidden_layers) | {"model_type": text.model_type}
+    vision = values["vision_config"]
+    vision |= {name: size for name, size in _TOWER.items() if vision.get(name)}
+    if "out_hidden_size" in vision:
+        vision["out_hidden_size"] = values["text_config"]["hidden_size"]
+    if "mm_tokens_per_image" in values:
+        values["mm_tokens_per_image"] = 4
+    names = [name for name in (*_TOKENS, *_TOKENS_OF_GEMMA) if values.get(name) is not None]
+    values |= {name: VOCABULARY - 1 - place for place, name in enumerate(names)}
+    return AutoConfig.for_model(config.model_type, **{k: v for k, v in values.items() if k not in _DERIVED})
+
+
+def _text(real: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the settings of the tiny text model for those of a real one of `number` layers."""
+    layers, heads, hidden = _num_layers(real, number), real["num_attention_heads"], real["hidden_size"]
+    kv = real.get("num_key_value_heads") or heads
+    tiny_kv = min(kv, 4 if kv == heads else 2)
+    tiny_heads, width = tiny_kv * (heads // kv), 64
+    if not real.get("kv_lora_rank"):  # heads in their ratio to the width
+        per_head = real.get("head_dim") or hidden // heads
+        width = max(32, _step(hidden * tiny_heads * _step(per_head / 8, 16) / (heads * per_head), 16))
+    tiny = {name: value for name, value in real.items() if name not in _DERIVED}
+    for name, value in real.items():
+        if (rule := _RULES.get(name)) and value is not None:
+            each = [_sized(rule, one, width, hidden) for one in (value if isinstance(value, list) else [value])]
+            tiny[name] = each[0] if len(each) == 1 or name == "eos_token_id" else each
+        elif isinstance(value, list | str) and len(value) == number:  # an entry for each layer
+            tiny[name] = value[:layers]
+    tiny |= {"num_hidden_layers": layers, "num_attention_heads": tiny_heads, "hidden_size": width}
+    if "num_key_value_heads" in real:
+        tiny["num_key_value_heads"] = tiny_kv
+    _fit_others(tiny, real)
+    return tiny
+
+
+def _sized(rule: str, value: Any, width: int, hidden: int) -> Any:
+    """Apply a rule of `SIZES` to one value of a model as wide as `hidden`; the tiny one has `width`."""
+    if rule.isdecimal():
+        return int(rule)
+    if rule.startswith("at most"):
+        return min(value, int(rule.split()[-1]))
+    if rule.startswith("an eighth"):
+        return _step(value / 8, int(rule.split()[-1]))
+    return _step(min(value * width / hidden, 4 * width), 16) if rule.startswith("in its ratio") else value
+
+
+def _step(value: float, size: int) -> int:
+    return size * max(1, round(value / size))
+
+
+def _fit_others(tiny: dict[str, Any], real: Mapping[str, Any]) -> None:
+    """Set what depends on several sizes."""
+    layers, width = tiny["num_hidden_layers"], tiny["hidden_size"]
+    if real.get("kv_lora_rank"):
+        tiny.pop("head_dim", None)  # that of the rotated part
+    if real.get("linear_num_value_heads"):
+        per_key = real["linear_num_value_heads"] // real["linear_num_key_heads"]
+        tiny["linear_num_value_heads"] = tiny["linear_num_key_heads"] * per_key
+    if real.get("mamba_expand") and real.get("mamba_d_head"):
+        tiny["mamba_d_head"] = real["mamba_expand"] * width // tiny["mamba_n_heads"]
+        if "mamba_d_ssm" in real:
+            tiny["mamba_d_ssm"] = real["mamba_expand"] * width
+    if "moe_layer_end_index" in tiny:
+        tiny["moe_layer_end_index"] = min(tiny["moe_layer_end_index"], layers - 1)
+    for name in ("mlp_only_layers", "hybrid_layer_ids"):
+        if tiny.get(name):
+            tiny[name] = [layer for layer in tiny[name] if layer < layers]
+    parameters = tiny.get("rope_parameters") or {}
+    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+        _fit_rotary(tiny, rope)
+
+
+def _fit_rotary(tiny: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Fit what rotary embeddings list for each dimension, and where sequences count as long."""
+    per_head = tiny.get("head_dim") or tiny["hidden_size"] // tiny["num_attention_heads"]
+    half = int(per_head * (rope.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0)) // 2
+    if rope.get("mrope_section"):
+        rope["mrope_section"] = [half - 2 * max(1, half // 3), max(1, half // 3), max(1, half // 3)]
+    for name in ("short_factor", "long_factor"):
+        if factors := rope.get(name):
+            rope[name] = factors[:: max(1, len(factors) // half)][:half]
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or tiny["original_max_position_embeddings"]
+        longest = _LIMIT * math.ceil(tiny["max_position_embeddings"] / original)
+        rope["original_max_position_embeddings"] = _LIMIT
+        tiny |= {"original_max_position_embeddings": _LIMIT, "max_position_embeddings": longest}
+
+
+def _num_layers(real: Mapping[str, Any], number: int) -> int:
+    """Count the layers that have one whole period of the pattern, after layers that begin otherwise."""
+    lists = [value for value in real.values() if isinstance(value, list | str) and len(value) == number]
+    lists = [one for one in lists if len({*map(str, one)}) < number]  # no list of the layers themselves
+    first = real.get("first_k_dense_replace") or real.get("moe_layer_start_index") or 0
+    step = real.get("decoder_sparse_step") or real.get("interleave_moe_layer_step") or 1
+    kinds = [(*(str(one[i]) for one in lists), i < int(first), (i + 1) % step) for i in range(number)]
+    for count in range(2, min(number, _MOST_LAYERS) + 1):
+        for start in range(count):
+            if all(kinds[i] == kinds[i + count - start] for i in range(start, number - count + start)):
+                return min(number, 2 * count) if real.get("num_kv_shared_layers") else count
+    return next(count for count in range(2, number + 1) if {*kinds[:count]} == {*kinds})
+
+
+@torch.no_grad()
+def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
+    """Write a model of this config with random weights, of which none is all zeros or ones.
+
+    Products have outputs about as large as their inputs, so that every setting has an effect above the tolerance, and
+    states decay slowly: transformers computes a fast decay from differences of large sums.
+    """
+    torch.manual_seed(seed)
+    model = model_class(config).from_config(config, dtype=torch.float32)
+    weights = model.state_dict()
+    for weight in weights.values():
+        if weight.ndim > 1:
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+        elif weight.is_floating_point() and weight.std() == 0:  # of a norm, or a bias
+            weight += 0.1 * torch.randn_like(weight)
+        elif weight.is_floating_point():
+            weight.normal_(std=0.5)
+    model.save_pretrained(path)
+    if family_of(config).has_transposed_experts:  # in files as they are published, though not in transformers' own
+        file = path / "model.safetensors"
+        files = {name: x.mT.contiguous() if ".experts." in name else x for name, x in load_file(file).items()}
+        save_file(files, file, {"format": "pt"})

@@ -1,0 +1,162 @@
+"""`spmdrl model`: the tiny model has every setting of the real one, and planted faults are found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+import spmdrl.tools.model_rows as rows
+import spmdrl.tools.model_scores as scores
+from spmdrl.dist.session import spmd_session
+from spmdrl.families import LogitScale
+from spmdrl.model import policy, recurrent
+from spmdrl.model.supported import refusal_of_config
+from spmdrl.tools.model import answers, main, memory_line
+from spmdrl.tools.model_shrink import SIZES, save_tiny, shrunk
+from spmdrl.tools.model_source import released, source_of
+from spmdrl.types import UserError
+
+MAY_CHANGE = {name for names in SIZES.values() for name in names.split()}
+STORED_ONLY = {"dtype", "transformers_version", "architectures"}
+
+
+@pytest.mark.parametrize("name", released())
+def test_the_tiny_model_differs_in_sizes_alone(name: str) -> None:
+    config = source_of(name).config
+    assert released()[name]["source"]
+    if refusal_of_config(config):
+        return
+    real, tiny = config.get_text_config().to_dict(), shrunk(config).get_text_config().to_dict()
+    number, layers = config.get_text_config().num_hidden_layers, shrunk(config).get_text_config().num_hidden_layers
+    for setting, value in real.items():
+        if setting in MAY_CHANGE | STORED_ONLY or setting in ("qk_head_dim", "head_dim"):
+            continue
+        of_each_layer = isinstance(value, list) and len(value) == number
+        assert tiny[setting] == (value[:layers] if of_each_layer else value), setting
+    kinds = real.get("layer_types") or []
+    assert set(kinds) == set(tiny.get("layer_types") or [])  # at least one of each kind
+    text, small = config.get_text_config(), shrunk(config).get_text_config()
+    heads, kv_heads = (getattr(text, "num_key_value_heads", None), getattr(small, "num_key_value_heads", None))
+    if heads:
+        assert text.num_attention_heads / heads == small.num_attention_heads / kv_heads
+
+
+def without_logit_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        @staticmethod
+        def of(_: Any) -> LogitScale:
+            return LogitScale()
+
+    monkeypatch.setattr(policy, "LogitScale", Nothing)
+
+
+def with_later_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = policy.PackedModel._positions
+    monkeypatch.setattr(
+        policy.PackedModel, "_positions", lambda *a: (found := counted(*a)) + (found >= 64).to(found.dtype)
+    )
+
+
+def with_leaking_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = recurrent._GatedDeltaNet._mix
+
+    def leaking(self: Any, mixed: Any, b: Any, a: Any, weights: Any, seqlens: list[int], states: Any) -> Any:
+        return mix(self, mixed, b, a, weights, [sum(seqlens)], states)
+
+    monkeypatch.setattr(recurrent._GatedDeltaNet, "_mix", leaking)
+
+
+def with_renormalized_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*arguments: Any, **options: Any) -> Any:
+            found = load(*arguments, **options)
+            for module in found.modules():
+                if hasattr(module, "norm_topk_prob"):
+                    module.norm_topk_prob = True
+            return found
+
+        return loaded
+
+    monkeypatch.setattr(rows, "load_policy", changed(rows.load_policy))
+    monkeypatch.setattr(scores, "load_trained", changed(scores.load_trained))
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "where", "likely"),
+    [
+        ("nanochat-d32", without_logit_scale, "first in head", "final_logit_softcapping = 15"),
+        ("granite-3.3-2b", without_logit_scale, "first in head", "logits_scaling = 8"),
+        ("llama-3.2-1b", with_later_positions, "layer 0: self_attn, token 64 of sequence 0", "positions from 64 on"),
+        ("qwen3-next-80b-a3b", with_leaking_state, "layer 0: linear_attn, token 0 of sequence 1", "a state that leaks"),
+        ("qwen1.5-moe-a2.7b", with_renormalized_experts, "layer 0: mlp, token 0", "norm_topk_prob = False"),
+    ],
+)
+def test_planted_faults_are_found_and_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    where: str,
+    likely: str,
+) -> None:
+    source = source_of(name)
+    save_tiny(shrunk(source.config), tmp_path / "tiny")
+    plant(monkeypatch)
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        answer, remark = rows.ROWS["packed"](rows.Subject(source, tmp_path / "tiny"), world)
+    assert answer == "no"
+    assert where in remark
+    assert likely in remark
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "granite-3.3-2b", "qwen3-30b-a3b"])
+def test_every_answer_is_yes(tmp_path: Path, name: str) -> None:
+    assert {
+        verdict.question: verdict.answer for verdict in answers(source_of(name), tmp_path)
+    }.items() >= dict.fromkeys(
+        ("packed", "one at a time", "two ranks (fsdp)", "tp 2", "adapters", "torch engine", "export and reload"), "yes"
+    ).items()
+
+
+def test_quantized_weights_and_real_sizes_are_named() -> None:
+    world: Any = None
+    answer, remark = rows.ROWS["weights as published"](rows.Subject(source_of("gpt-oss-20b"), Path()), world)
+    assert answer == "refused" and "mxfp4" in remark
+    assert "predicted for 1 x 80 GiB" in memory_line(source_of("qwen3-0.6b").config)
+
+
+SIZES_OF_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, "does not say num_hidden_layers, num_attention_heads, vocab_size"),
+        ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, 'model_type = "deepseek_v3"'),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "trust_remote_code"),
+        ({"model_type": "next_year", "transformers_version": "6.1.0"}, "written by 6.1.0"),
+        (SIZES_OF_LLAMA | {"model_type": "llama", "num_attention_heads": 5}, "does not take it"),
+    ],
+)
+def test_what_no_model_can_be_built_of_is_said(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="") as error:
+        source_of(str(tmp_path))
+    assert said in str(error.value)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES_OF_LLAMA | {"model_type": "llama"}))
+    vocabulary = {f"<{number}>": number for number in range(100)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(tmp_path / "tokenizer.json"))
+    assert main([str(tmp_path)]) == 2
+    assert "token ids up to 99, and the embedding has 99 rows" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing")]) == 2
