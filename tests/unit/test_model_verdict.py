@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,8 @@ SIZES_OF_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_head
 )
 def test_what_no_model_can_be_built_of_is_said(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="") as error:
+    with pytest.raises(UserError, match=re.escape(said)):
         source_of(str(tmp_path))
-    assert said in str(error.value)
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
