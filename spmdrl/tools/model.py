@@ -73,7 +73,7 @@ def memory_line(config: Any) -> str:
     for num_ranks in (2**power for power in range(_MOST_RANKS.bit_length())):
         for tp_size in (size for size in (1, 2, 4, 8) if size <= num_ranks):
             rollout = {"engine": "sglang", "tp_size": tp_size, "prompts_per_step": max(64, num_ranks), "group_size": 8}
-            cfg = Config.model_validate(_USUAL | {"rollout": rollout | {"max_response_tokens": 3072}})
+            cfg = Config.model_validate({**_USUAL, "rollout": {**rollout, "max_response_tokens": 3072}})
             found = predict(cfg, model, num_ranks=num_ranks, device_bytes=_GPU_GIB * GIB, on_gpu=True)
             if not any(shortages(found)):
                 return f"SGLang's tp_size {tp_size}, 4,096 tokens of a rollout: {summary(found)}"
