@@ -57,7 +57,6 @@ _SETTINGS: Mapping[tuple[str, ...], str] = {
     "partial_rotary_factor rope_parameters use_qk_norm",
     ("",): "residual_multiplier rms_norm_eps",
 }
-_WITH_STATE = ("linear_attn", "mamba", "conv", "ssm", "mixer", "delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +81,18 @@ class Subject:
 
     @cached_property
     def expected(self) -> Scores:
-        """By transformers' eager code, a sequence at a time."""
+        """The scores by transformers' eager code, a sequence at a time."""
         return eager_scores(self.path, self.batch)
 
     @cached_property
     def rounding(self) -> tuple[float, float]:
-        """What weights one bit apart change, of log-probabilities and of gradients: nothing can agree better."""
+        """The change of log-probabilities and of gradients by weights one bit apart: nothing can agree better."""
         moved = eager_scores(self.path, self.batch, moved=True)
         return difference(moved, self.expected)[:2]
 
     @cached_property
     def of_two_ranks(self) -> Mapping[str, Scores | str]:
-        """By two ranks, in every layout that they may have; a sentence for what the model does not support."""
+        """The scores by two ranks in every layout; a sentence for one that the model does not support."""
         found: list[dict[str, Any]] = on_two_ranks(_on_rank, self.path)
         first, second = found
         return {
@@ -148,9 +147,9 @@ def _parting(subject: Subject, world: World) -> str:
     part, place, token = first_difference(
         subject.path, policy, subject.batch, bound=max(BOUND, _TIMES * subject.rounding[0])
     )
-    if place > 0 and token < len(subject.batch[place].token_ids) // 2 and any(word in part for word in _WITH_STATE):
-        likely = "a state that leaks from the sequence before"
-    elif token > 0 and "attn" in part and token >= 64:
+    if place > 0 and ":" in part and token < len(subject.batch[place].token_ids) // 2:  # and the first sequence agrees
+        likely = "a state that leaks from the sequence before, or a mask that lets it be seen"
+    elif "attn" in part and token >= 64:
         likely = f"positions from {token} on"
     else:
         likely = ", ".join(_settings_of(subject, part)) or "the code of this part"

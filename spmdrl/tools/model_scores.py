@@ -1,4 +1,4 @@
-"""What `spmdrl model` compares: log-probabilities and gradients of one loss, by transformers' eager code and ours."""
+"""The scores that `spmdrl model` compares: log-probabilities and gradients of one loss, by eager code and by ours."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one loss, the mean of minus the log-probabilities of all responses."""
+    """The scores of one loss, the mean of minus the log-probabilities of all responses."""
 
     logprobs: dict[int, Tensor]  # [T] of each sequence, 0 outside its response
     gradients: dict[str, Tensor]  # of each parameter, by its name in the model

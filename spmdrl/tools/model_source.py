@@ -1,4 +1,4 @@
-"""What `spmdrl model` is given: a directory, a config.json, a name in the hub's cache, or one of `released.toml`."""
+"""The sources that `spmdrl model` takes: a directory, a config.json, a name in the hub's cache, or a released model."""
 
 from __future__ import annotations
 
