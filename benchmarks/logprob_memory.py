@@ -5,9 +5,10 @@
 
 One pass is forward and backward of log-probabilities and entropy, both with gradients: hidden [T, D] and weight [V, D]
 are leaves. It scores all tokens, as the plain head does, or the second half of them, as a policy does when the first is
-prompts. On CUDA there is one more, whose tiles are torch's and not Triton's. Peak memory is measured in a process of
-its own for every case: what the pass adds to the inputs and the weight at its worst, less the gradient of the weight,
-which every way of doing it must return. On a CPU that is the growth of the resident set, as the kernel keeps its peak;
+prompts. On CUDA there is one more, whose tiles are torch's and not Triton's. Of the Jensen-Shannon divergence from a
+teacher of twice the width, the memory at one size is measured. Peak memory is measured in a process of its own for
+every case: what the pass adds to the inputs and the weight at its worst, less the gradient of the weight, which every
+way of doing it must return. On a CPU that is the growth of the resident set, as the kernel keeps its peak;
 on CUDA what torch has allocated. The gradient of hidden is included. Plain cases that would need more than
 `--plain-gib` are left out; as every tensor of theirs that counts has T x V elements, the line through the two largest
 that were measured says what they would need. Times are of passes that alternate in one process. Prints one JSON object.
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from spmdrl.config import ModelConfig
 from spmdrl.model import logits_tile
+from spmdrl.model.divergence import TeacherHead, next_token_divergence
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import FAST_HEAD, next_token_logprobs
 from spmdrl.model.logprobs import Head as TiledHead
@@ -44,8 +46,8 @@ COMPARED_TOKENS = 4096
 FEW_TOKENS = 64  # of the pass before, in which the libraries take what they need for themselves
 
 Scores = tuple[Tensor, Tensor]
-Leaves = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
-Head = Callable[[Tensor, Tensor, Tensor], Scores]
+Leaves = tuple[Tensor, ...]  # hidden, weight, targets; for a divergence the teacher's hidden and weight
+Head = Callable[..., Scores]
 
 
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor, head: TiledHead = FAST_HEAD) -> Scores:
@@ -65,6 +67,21 @@ def tiled_by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
     return tiled(hidden, weight, targets, TiledHead(linear, tile=logits_tile))
 
 
+def divergence(
+    hidden: Tensor, weight: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+) -> Scores:
+    """spmdrl's Jensen-Shannon divergence, whose second pass needs the most; in the place of log-probabilities."""
+    _, entropy, distance = next_token_divergence(
+        *(hidden, weight, None, targets),
+        teacher_hidden=teacher_hidden,
+        teacher=TeacherHead(weight=teacher_weight, bias=None, temperature=1.0),
+        kind="jsd",
+        temperature=1.0,
+        chunk=ModelConfig(path=".").logits_chunk_tokens,
+    )
+    return distance, entropy
+
+
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
     """The definition, and autograd."""
     log_p = (hidden @ weight.T).log_softmax(-1)
@@ -76,6 +93,7 @@ HEADS: Mapping[str, Head] = {
     "plain": plain,
     "after_prompts": tiled_after_prompts,
     "by_torch": tiled_by_torch,
+    "divergence": divergence,
 }
 # A head, and the head that its time is divided by.
 RATIOS = {"ratio": ("tiled", "plain"), "after_prompts_ratio": ("after_prompts", "tiled")}
@@ -98,7 +116,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     if args.case:
-        print(json.dumps(memory_of_pass(args.case[0], leaves(args, int(args.case[1]), device))))
+        name, num_tokens = args.case[0], int(args.case[1])
+        teacher = teacher_leaves(args, num_tokens, device) if name == "divergence" else ()
+        print(json.dumps(memory_of_pass(name, (*leaves(args, num_tokens, device), *teacher))))
         return
     load_average = os.getloadavg()
     plain_bytes = args.plain_gib * 2**30 if args.plain_gib else 0.7 * free_bytes(device)
@@ -106,7 +126,12 @@ def main() -> None:
     compared_tokens = COMPARED_TOKENS if COMPARED_TOKENS in args.tokens else max(args.tokens)
     memory = {
         head: {str(n): in_own_process(head, n) for n in sizes}
-        for head, sizes in {"tiled": args.tokens, "after_prompts": args.tokens, "plain": affordable}.items()
+        for head, sizes in {
+            "tiled": args.tokens,
+            "after_prompts": args.tokens,
+            "divergence": [compared_tokens],
+            "plain": affordable,
+        }.items()
     }
     at_4k, is_measured = plain_peak_mib(memory["plain"], compared_tokens)
     result = {
@@ -118,6 +143,7 @@ def main() -> None:
         "memory": memory,
         "compared_tokens": compared_tokens,
         "tiled_peak_mib": memory["tiled"][str(compared_tokens)]["peak_mib"],
+        "divergence_peak_mib": memory["divergence"][str(compared_tokens)]["peak_mib"],
         "plain_peak_mib": at_4k,
         "plain_peak_is_measured": is_measured,
         "memory_ratio": memory["tiled"][str(compared_tokens)]["peak_mib"] / at_4k,
@@ -146,10 +172,18 @@ def leaves(args: argparse.Namespace, num_tokens: int, device: torch.device) -> L
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+def teacher_leaves(args: argparse.Namespace, num_tokens: int, device: torch.device) -> Leaves:
+    """Hidden states and weight of a teacher that is twice as wide."""
+    draw, width, dtype = torch.Generator(device).manual_seed(1), 2 * args.hidden_size, getattr(torch, args.dtype)
+    hidden = torch.randn(num_tokens, width, generator=draw, device=device)
+    weight = torch.randn(args.vocabulary, width, generator=draw, device=device).mul_(width**-0.5)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, *teacher: Tensor) -> float:
     """Forward and backward; the loss's value. The gradients are those of this pass alone."""
     hidden.grad = weight.grad = None
-    logprobs, entropy = head(hidden, weight, targets)
+    logprobs, entropy = head(hidden, weight, targets, *teacher)
     loss = logprobs.mean() + 0.01 * entropy.mean()
     loss.backward()
     return loss.item()
@@ -157,13 +191,13 @@ def one_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> flo
 
 def memory_of_pass(name: str, inputs: Leaves) -> dict[str, float]:
     """Runs in a process of its own: the peak of one pass."""
-    hidden, weight, targets = inputs
+    hidden, weight, targets, *teacher = inputs
     device, few = hidden.device, FEW_TOKENS
     small = hidden[:few].detach().requires_grad_(), weight[:few].detach().requires_grad_(), targets[:few] % few
-    one_pass(HEADS[name], *small)
+    one_pass(HEADS[name], *small, *(x[:few] for x in teacher))
     before = start_peak(device)
     start = time.perf_counter()
-    loss = one_pass(HEADS[name], hidden, weight, targets)
+    loss = one_pass(HEADS[name], *inputs)
     duration_s = time.perf_counter() - start
     peak = peak_bytes(device) - before - weight.nbytes
     return {"peak_mib": peak / MIB, "hidden_gradient_mib": hidden.nbytes / MIB, "pass_s": duration_s, "loss": loss}

@@ -39,6 +39,7 @@ Divergence = Literal["reverse", "forward", "jsd"]
 
 # Beyond it, the smaller of two probabilities is below float32's precision beside the larger, and exp does not overflow.
 _MAX_LOG_RATIO = 80.0
+_INFINITE = -logits_tile.FORBIDDEN / 10  # a larger difference of two z is from a token that only one model forbids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,9 @@ def next_token_divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs [N], entropy [N], divergence [N]), float32 nats.
 
-    The first two are those of `next_token_logprobs`, whose arguments these are, to the bit. The third is of the
-    distributions that the student's hidden [N, D] and the teacher's teacher_hidden [N, Dt] predict over the same
-    vocabulary:
+    The first two are those of `next_token_logprobs`, whose arguments these are: to the bit, where a row of `head` does
+    not depend on the rows beside it. The third is of the distributions that the student's hidden [N, D] and the
+    teacher's teacher_hidden [N, Dt] predict over the same vocabulary:
 
         reverse    KL(student || teacher)
         forward    KL(teacher || student)
@@ -115,9 +116,13 @@ class _Model:
         """Compute a tile of logits."""
         return self.linear(self.hidden[rows], self.weight[slab], part_of(self.bias, slab))
 
-    def z(self, logits: Tensor) -> Tensor:
-        """Compute z in float32, and leave the logits as they are."""
-        return logits_tile.scaled(logits.to(torch.float32, copy=True), self.temperature, self.softcap)
+    def z(self, rows: slice, slab: slice) -> Tensor:
+        """Compute a tile of z in float32; forbidden tokens have `FORBIDDEN`."""
+        return self.z_of(self.logits(rows, slab).float())
+
+    def z_of(self, logits: Tensor) -> Tensor:
+        """Compute the same of float32 logits, which it overwrites."""
+        return logits_tile.scaled(logits, self.temperature, self.softcap).clamp_min_(logits_tile.FORBIDDEN)
 
     def slope(self, z: Tensor) -> Tensor | None:
         """Compute the soft cap's slope; None without one."""
@@ -171,7 +176,8 @@ class _TiledDivergence(torch.autograd.Function):
         teacher = _Model(head.linear, teacher_hidden, teacher_weight, teacher_bias, *teacher_scale)
         chunk = max(1, min(chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
-        chunks = slices_of(len(hidden), chunk)
+        # Both models' tiles share the room of one: half of the tokens, for columns decide how tiles are merged.
+        chunks = slices_of(len(hidden), -(-chunk // 2))
         sums = torch.empty(8 if kind == "jsd" else 9, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
             sums[:, rows] = over_slabs(slabs, partial(_extended, kind, tile, student, teacher, targets[rows], rows))
@@ -186,10 +192,11 @@ class _TiledDivergence(torch.autograd.Function):
                     of_mixture[:, rows] += _mixture_sums(student, teacher, rows, slab, normalizers.part(rows), beta)
             if vocabulary is not None:
                 of_mixture = merged_over(vocabulary, torch.add, of_mixture)
-            mean, divergence = of_mixture
+            mean = of_mixture[0]
+            divergence = (beta - 1.0) * mean - beta * of_mixture[1]
         else:
-            mean = sums[8] / sums[_WEIGHTS_OF[kind] + 1]
-            divergence = mean - normalizers.log_ratio if kind == "reverse" else normalizers.log_ratio - mean
+            mean = sums[8] / sums[_FIRST[kind] + 1]
+            divergence = mean - normalizers.log_ratio if kind == "reverse" else mean + normalizers.log_ratio
         ctx.save_for_backward(
             *(hidden, weight, bias, targets, teacher_hidden, teacher_weight, teacher_bias),
             *(normalizers.student, normalizers.teacher, normalizers.log_ratio, entropy, mean),
@@ -217,13 +224,13 @@ class _TiledDivergence(torch.autograd.Function):
         def of_tile(rows: slice, slab: slice) -> Tensor:
             logits, total = student.logits(rows, slab), None
             if by_divergence is not None:
-                z, teacher_z = student.z(logits), teacher.z(teacher.logits(rows, slab))
+                z = student.z_of(logits.to(torch.float32, copy=has_scores))
                 slope = student.slope(z)
-                total = _gradient(ctx.kind, ctx.beta, z, teacher_z, both.part(rows), mean[rows, None])
-                total = total.mul_(by_divergence[rows, None])
+                total = _gradient(ctx.kind, ctx.beta, z, teacher.z(rows, slab), both.part(rows), mean[rows, None])
+                total.mul_(by_divergence[rows, None])
                 total = total if slope is None else total.mul_(slope)
-            if not has_scores and total is not None:
-                return total.to(logits.dtype)
+                if not has_scores:
+                    return total.to(logits.dtype)
             of_scores: Tensor = ctx.tile.gradient(
                 logits,
                 targets[rows],
@@ -251,8 +258,9 @@ class _TiledDivergence(torch.autograd.Function):
 
 
 # Sums over a part of the vocabulary are [9, N] float32: the student's and the teacher's summary (`logits_tile`), and
-# the sum of exp(z - largest) (z_s - z_t) with z and largest of the model that a Kullback-Leibler divergence weights by.
-_WEIGHTS_OF = {"reverse": 0, "forward": 4}  # where that model's summary begins; of jsd there are only the summaries
+# the sum of exp(z - largest) (z - other z), where z is of the first model of a Kullback-Leibler divergence, other z of
+# the second; KL is the mean of z - other z less that of the log Z. Of jsd there are only the summaries.
+_FIRST = {"reverse": 0, "forward": 4}  # where the summary of the first model begins
 
 
 def _extended(
@@ -265,66 +273,71 @@ def _extended(
     before: Tensor | None,
     slab: slice,
 ) -> Tensor:
-    """Add a tile to the sums over the parts of the vocabulary before it; overwrites these."""
-    parts, z = [], []
-    for i, model in enumerate((student, teacher)):
+    """Add a tile to the sums over the parts of the vocabulary before it."""
+
+    def summarised(model: _Model, before: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Return a copy of z, where that is needed, and the summary."""
         logits = model.logits(rows, slab)
-        if kind != "jsd":
-            z.append(model.z(logits))
-        parts.append(
-            tile.summary(
-                logits,
-                targets,
-                slab.start,
-                temperature=model.temperature,
-                softcap=model.softcap,
-                before=None if before is None else before[4 * i : 4 * i + 4],
-            )
+        z = None if kind == "jsd" else model.z_of(logits.to(torch.float32, copy=True))
+        summary = tile.summary(
+            logits, targets, slab.start, temperature=model.temperature, softcap=model.softcap, before=before
         )
-    summaries = torch.cat(parts)
-    if kind == "jsd":
+        return z, summary
+
+    z, summary = summarised(student, part_of(before, slice(4)))
+    teacher_z, teacher_summary = summarised(teacher, part_of(before, slice(4, 8)))
+    summaries = torch.cat([summary, teacher_summary])
+    if z is None or teacher_z is None:
         return summaries
-    first = _WEIGHTS_OF[kind]
-    gap, largest = z[0] - z[1], summaries[first]
-    exp = z[first // 4].sub_(largest[:, None]).exp_()
-    total = _weighted(exp, gap).sum(-1)
+    largest = summaries[_FIRST[kind]]
+    of_gap = _gap_sum(*((z, teacher_z) if kind == "reverse" else (teacher_z, z)), largest)
     if before is not None:
-        total += _weighted((before[first] - largest).exp(), before[8])
-    return torch.cat([summaries, total[None]])
+        of_gap += _rescaled(before[8], before[_FIRST[kind]] - largest)
+    return torch.cat([summaries, of_gap[None]])
 
 
 def _merged(kind: Divergence, one: Tensor, other: Tensor) -> Tensor:
-    """Merge the sums over two parts of the vocabulary; overwrites them."""
-    summaries = torch.cat([logits_tile.merged(one[i : i + 4], other[i : i + 4]) for i in (0, 4)])
+    """Merge the sums over two parts of the vocabulary."""
+    summaries = torch.cat([logits_tile.merged(one[rows], other[rows]) for rows in (slice(4), slice(4, 8))])
     if kind == "jsd":
         return summaries
-    first = _WEIGHTS_OF[kind]
-    totals = [_weighted((part[first] - summaries[first]).exp(), part[8]) for part in (one, other)]
-    return torch.cat([summaries, torch.add(*totals)[None]])
+    i = _FIRST[kind]
+    of_gap = torch.add(*(_rescaled(part[8], part[i] - summaries[i]) for part in (one, other)))
+    return torch.cat([summaries, of_gap[None]])
 
 
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Overwrite values by weights times values: 0 where the weight is 0, even of inf."""
-    return values.mul_(weights).masked_fill_(weights == 0.0, 0.0)
+def _gap_sum(z: Tensor, other: Tensor, largest: Tensor) -> Tensor:
+    """Sum exp(z - largest) (z - other) over a tile: [n], inf where only `other` forbids a token. Overwrites both."""
+    gap = torch.sub(z, other, out=other)
+    is_infinite = gap.amax(-1) > _INFINITE
+    return gap.mul_(z.sub_(largest[:, None]).exp_()).sum(-1).masked_fill_(is_infinite, torch.inf)
 
 
-def _log_mixture(z: Tensor, teacher_z: Tensor, both: _Normalizers, beta: float) -> tuple[Tensor, Tensor]:
-    """Return (log m - log p_s, log p_t - log p_s) of a tile; exactly 0 where the models are equal."""
-    ratio = (teacher_z - z).add_(both.log_ratio).clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return ratio.expm1().mul_(beta).log1p_(), ratio
+def _rescaled(total: Tensor, below: Tensor) -> Tensor:
+    """Return exp(below) total, [N]; what is inf remains so."""
+    return total.mul(below.exp()).masked_fill_(total == torch.inf, torch.inf)
 
 
 def _mixture_sums(
     student: _Model, teacher: _Model, rows: slice, slab: slice, both: _Normalizers, beta: float
 ) -> Tensor:
-    """Return a tile's part of the mean of log m - log p_s under the student, and of the divergence: [2, n]."""
-    z, teacher_z = student.z(student.logits(rows, slab)), teacher.z(teacher.logits(rows, slab))
-    over_student, ratio = _log_mixture(z, teacher_z, both, beta)
-    over_teacher = ratio.neg_().expm1_().mul_(1.0 - beta).log1p_()
-    mean = _weighted(z.sub_(both.student).exp_(), over_student).sum(-1)
-    of_teacher = _weighted(teacher_z.sub_(both.teacher).exp_(), over_teacher)
-    divergence = over_student.mul_(beta - 1.0).sub_(of_teacher, alpha=beta).sum(-1)
-    return torch.stack([mean, divergence])
+    """Return a tile's part of the means of log m - log p, the student's and the teacher's under itself: [2, n]."""
+    z, teacher_z = student.z(rows, slab), teacher.z(rows, slab)
+    ratio = _bounded(teacher_z - z, both)
+    of_student = _log_mixture(ratio.clone(), beta).mul_(z.sub_(both.student).exp_()).sum(-1)
+    of_teacher = _log_mixture(ratio.neg_(), 1.0 - beta).mul_(teacher_z.sub_(both.teacher).exp_()).sum(-1)
+    return torch.stack([of_student, of_teacher])
+
+
+def _bounded(gap: Tensor, both: _Normalizers) -> Tensor:
+    """Turn z_t - z_s into log p_t - log p_s, within bounds, in place."""
+    return gap.add_(both.log_ratio).clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def _log_mixture(ratio: Tensor, fraction: float) -> Tensor:
+    """Turn the log of another probability over a model's own into that of (1 - fraction) own + fraction other over the
+    own, in place: 0 where both are equal."""
+    return ratio.expm1_().mul_(fraction).log1p_()
 
 
 def _gradient(kind: Divergence, beta: float, z: Tensor, teacher_z: Tensor, both: _Normalizers, mean: Tensor) -> Tensor:
@@ -337,5 +350,6 @@ def _gradient(kind: Divergence, beta: float, z: Tensor, teacher_z: Tensor, both:
     if kind == "reverse":
         difference = torch.sub(z, teacher_z, out=teacher_z).sub_(mean)
     else:
-        difference = _log_mixture(z, teacher_z, both, beta)[0].sub_(mean).mul_(beta - 1.0)
-    return _weighted(z.sub_(both.student).exp_(), difference)
+        gap = torch.sub(teacher_z, z, out=teacher_z)
+        difference = _log_mixture(_bounded(gap, both), beta).sub_(mean).mul_(beta - 1.0)
+    return difference.mul_(z.sub_(both.student).exp_())
