@@ -515,15 +515,6 @@ def distilled_groups_are_not_dropped(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
-def exact_heads_have_no_divergence(cfg: Config) -> Iterator[str]:
-    if cfg.true_on_policy and cfg.distill is not None and cfg.distill.over_vocabulary:
-        yield (
-            f'distill.divergence = "{cfg.distill.divergence}" is computed by the fast head, and true_on_policy = true '
-            'asks for another; set divergence = "sampled_kl", or true_on_policy = false'
-        )
-
-
-@rule(Config)
 def something_is_trained(cfg: Config) -> Iterator[str]:
     if cfg.advantage.estimator == "none" and cfg.distill is None and not cfg.loss.environment_coef:
         yield (

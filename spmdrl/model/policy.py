@@ -18,7 +18,7 @@ from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import Style, context_attention, gather_tokens
-from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
+from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.lora.adapters import Adapters
@@ -287,7 +287,11 @@ class Policy(PackedModel):
         self.temperature, self.softcap = temperature / self._scale.factor, self._scale.softcap
         self.logits_chunk_tokens = logits_chunk_tokens
         self.vocabulary = vocabulary
-        self.next_token_logprobs = operators_of(kernel).next_token_logprobs
+        operators = operators_of(kernel)
+        self.next_token_logprobs, self.next_token_divergence = (
+            operators.next_token_logprobs,
+            operators.next_token_divergence,
+        )
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens, and in an update that distils the divergence of those
@@ -333,7 +337,7 @@ class Policy(PackedModel):
                 own = its_head / self._scale.factor
                 its_head = TeacherHead(weight=weight, bias=bias, temperature=own, softcap=self.softcap)
             rows = self._on_device(torch.nonzero(mine).flatten())
-            found = next_token_divergence(
+            found = self.next_token_divergence(
                 predicting.hidden[rows],
                 *head,
                 predicting.token_ids[rows],

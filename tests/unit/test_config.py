@@ -437,7 +437,6 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "teachers_have_tasks_of_the_data": ('models={t={path="t"}}', 'distill.teachers=[{model="t",tasks=["x"]}]'),
     "sequence_losses_need_whole_divergences": (*DISTILL, "loss.kind=gspo", "distill.divergence=sampled_kl"),
     "distilled_groups_are_not_dropped": (*DISTILL, "rollout.dynamic_sampling=true"),
-    "exact_heads_have_no_divergence": (*DISTILL, "true_on_policy=true"),
     "something_is_trained": ("advantage.estimator=none",),
     "nothing_is_compared_without_rewards": (*DISTILL, "reward.terms=[]"),
     "checkpoint_every_layers_needs_checkpointing": ("model.checkpoint_every_layers=2",),

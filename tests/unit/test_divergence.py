@@ -13,10 +13,15 @@ from torch import Tensor
 
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
+from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import Head, next_token_logprobs
 from spmdrl.model.operators import operators_of
+from spmdrl.model.policy import Teaching
+from spmdrl.step.batch import lay_end_to_end
 from tests.helpers import kernels_on_cpu
+from tests.helpers.policies import policy_of
+from tests.helpers.sequences import random_sequences
 
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 37, 16, 24, 101
 EXACT = 1e-6  # of a norm, in float32
@@ -359,3 +364,19 @@ def test_each_kernels_operators_have_it(monkeypatch: pytest.MonkeyPatch) -> None
         limit = 1e-6 if kernel == "sdpa" else 0.0
         torch.testing.assert_close(scores, list(expected), rtol=limit, atol=limit, msg=kernel)
         torch.testing.assert_close(divergence, plain[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "invariant"])
+def test_a_policy_that_is_taught_scores_its_tokens_as_without_a_teacher(kernel: Kernel) -> None:
+    taught = [replace(one, teacher=0) for one in random_sequences(4)]
+    micro_batch = lay_end_to_end(taught, {}, multiple=7, distill={0: 0.5})
+    policy, teacher = (policy_of("none", kernel=kernel, num_hidden_layers=layers) for layers in (2, 1))
+    with torch.no_grad():
+        micro_batch = replace(micro_batch, teacher_hidden=(teacher.hidden(micro_batch, 0),))
+        alone = policy(micro_batch)
+        policy.teaching = Teaching(kind="reverse", beta=0.5, heads=[teacher.copied_head(97)])
+        both = policy(micro_batch)
+    limit = 1e-6 if kernel == "sdpa" else 0.0
+    for one, other in ((alone.logprobs, both.logprobs), (alone.entropy, both.entropy)):
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+    assert both.divergence is not None and torch.equal(both.divergence > 0, micro_batch.taught_by(0))
