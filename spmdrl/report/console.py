@@ -357,8 +357,8 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format as h:mm:ss, or m:ss under an hour; dashes if unknown."""
-    if seconds is None:
+    """Format as h:mm:ss, or m:ss under an hour; dashes if unknown or not finite."""
+    if seconds is None or not math.isfinite(seconds):
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

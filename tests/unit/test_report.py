@@ -381,7 +381,13 @@ def test_numbers_and_durations_and_trends() -> None:
     assert [format_number(value) for value in numbers] == [
         *("0", "0.531", "1.67", "96.1", "145", "12.4k", "2.50M", "3.2e-06", "-0.250", "nan")
     ]
-    assert [format_duration(value) for value in (None, 0.0, 59.6, 3725.0)] == ["-:--", "0:00", "1:00", "1:02:05"]
+    assert [format_duration(value) for value in (None, math.inf, 0.0, 59.6, 3725.0)] == [
+        "-:--",
+        "-:--",
+        "0:00",
+        "1:00",
+        "1:02:05",
+    ]
     assert sparkline([0.0, 1.0, math.nan, 7.0], width=10) == "▁▂ █"
     assert len(sparkline([float(value) for value in range(1000)], width=40)) == 40
     assert sparkline([], width=40) == ""
