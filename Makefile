@@ -68,7 +68,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verifiers test-verifiers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
+.PHONY: help setup setup-sglang setup-verifiers test-verifiers test-trackers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
   test-processes test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
@@ -172,6 +172,14 @@ pictures: $(CHROMIUM) $(INSTALLED) ## draw the pictures in docs/images that show
 
 test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers itself; test-long has them where it is installed
 	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py
+
+# Each in a folder of its own, which the tests put on the path: their requirements clash.
+$(VENV)/trackers/%: $(INSTALLED)
+	$(PIP) install --quiet --target $@.part $*
+	mv $@.part $@
+
+test-trackers: $(addprefix $(VENV)/trackers/,wandb trackio mlflow swanlab) ## trackers' own files; test-long has them where they are installed
+	$(ONE_THREAD) $(PYTEST) tests/unit/test_trackers.py
 
 test-slurm: $(INSTALLED) ## launch/slurm.sbatch on SLURM itself, where its packages are; SLURM_REPORT=FILE gets what happened
 	$(ONE_THREAD) $(PYTEST) tests/slurm

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from spmdrl.config.base import Count, NonNegativeInt, PathText, Section, rule
+from spmdrl.config.sinks import SinksConfig
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 
@@ -88,6 +89,7 @@ class ReportConfig(Section):
     """`auto` shows a live display on a terminal, and prints one line for each step elsewhere."""
     tensorboard: bool = True
     """Write TensorBoard files; metrics.jsonl is always written."""
+    sinks: SinksConfig = SinksConfig()
     memory: bool = False
     """Print a table of the memory at each change between trainer and engine, and write it to memory.jsonl."""
 

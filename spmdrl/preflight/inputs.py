@@ -65,6 +65,7 @@ from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
+from spmdrl.report.sinks import sink_problems
 from spmdrl.rollout.files import held_out_before
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs, kernel_of_run
@@ -99,6 +100,7 @@ def open_inputs(
         _attention_problems,
         _folder_problems,
         _reward_file_problems,
+        _sink_problems,
         _engine_class_problems,
     ):
         found.ask(problems, cfg)
@@ -354,6 +356,10 @@ def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     if isinstance(cfg, Config):
         yield from policy_loss_problems(cfg)
         yield from advantage_problems(cfg)
+
+
+def _sink_problems(cfg: Config | TuningConfig) -> Iterator[str]:
+    return sink_problems(cfg.report.sinks.by_kind)
 
 
 def _reward_file_problems(cfg: Config | TuningConfig) -> Iterator[str]:

@@ -31,6 +31,7 @@ from spmdrl.report.memory import (
     with_host_so_far,
 )
 from spmdrl.report.run_folder import RunFolder
+from spmdrl.report.sinks import SinkProcesses
 
 # Time and memory of a step as metrics: the maximum over the ranks.
 
@@ -113,6 +114,8 @@ class Report:
         self._shows_memory = cfg_report.memory
         self._files = _Files(cfg_report, folder, start_step=start_step) if active and folder else None
         self._display: Display | None = None
+        kinds = [*cfg_report.sinks.by_kind] if self._files else []
+        self._sinks = SinkProcesses(folder.path, kinds) if kinds and folder else None
         if active:
             rows = self._files.metrics.rows_before if self._files else []
             progress = self._progress = Progress(num_steps=num_steps, start_step=start_step or 0, rows=rows)
@@ -193,6 +196,8 @@ class Report:
         self._has_steps = True
         if self._display:
             self._display.end_step(step, scalars)
+        for warning in self._sinks.see() if self._sinks else ():
+            self.message(warning)
 
     def eval(self, step: int, scalars: Mapping[str, float], *, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Show and write an evaluation of the policy after `step`, with rows of answers; `step` itself may be reported
@@ -228,6 +233,8 @@ class Report:
             self._files.close()
             written = self._write_curves(self._folder)
             where = f"; {written} in {self._folder.path}"
+            for warning in self._sinks.close() if self._sinks else ():
+                display.message(warning)
         display.message(f"{self._progress.summary()}{where}")
 
     def __enter__(self) -> Report:

@@ -39,7 +39,7 @@ _FILES = (
     "requeue",
 )
 _NUMBERED = ("launches/*.json", "ranks/rank-*.json", "logs/rank-*.log")
-_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches")
+_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches", "sinks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ LAYOUT = {
 
 
 class TensorBoard:
-    """Writes scalars and histograms under their own names, sample texts under `samples`, and the page `Custom scalars`.
+    """Writes scalars under their own names, histograms under `distribution/` and theirs, sample texts under `samples`,
+    and the page `Custom scalars`. A tag is of one kind: TensorBoard shows no scalar that shares one with a histogram.
 
     `start_step` is the last finished step, -1 for a new run: TensorBoard hides what an earlier launch wrote for later
     steps.
@@ -49,7 +50,7 @@ class TensorBoard:
         for name, values in histograms.items():
             finite = [value for value in values if math.isfinite(value)]
             if finite:
-                self._writer.add_histogram(name, np.array(finite), step)
+                self._writer.add_histogram(f"distribution/{name}", np.array(finite), step)
 
     def close(self) -> None:
         self._writer.close()

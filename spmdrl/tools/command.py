@@ -35,6 +35,7 @@ PROGRAMS = {
     "ps": Program("show where the ranks of a run are", "spmdrl.tools.runs", function="ps"),
     "plot": Program("draw the curves of runs", "spmdrl.tools.runs", function="plot"),
     "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
+    "sync": Program("send a run's metrics to its trackers", "spmdrl.tools.runs", function="sync"),
     "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),

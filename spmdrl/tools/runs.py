@@ -1,5 +1,5 @@
-"""Programs that show what runs have written, from their folders alone: `spmdrl watch`, `ps`, `plot`, `compare` and
-`episodes`. The run may be on any machine that shares its files."""
+"""Programs that show what runs have written, from their folders alone: `spmdrl watch`, `ps`, `plot`, `compare`,
+`episodes` and `sync`. The run may be on any machine that shares its files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from spmdrl.faults.text import Parser, one_line, say
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration
 from spmdrl.report.run_folder import RunFolder, read_steps
+from spmdrl.report.sinks import SinkFailed, sink_problems, sinks_of
+from spmdrl.report.sinks import sync as send_to
 from spmdrl.report.watching import Watcher, watch_page
 from spmdrl.tools.program import ToolConsole, option, program, writing
 from spmdrl.types import UserError
@@ -235,3 +237,27 @@ def _episodes_page(folder: RunFolder, step: int, prompt_id: int | None) -> str:
         step=step,
         shows_mismatch=bool(trainers),
     )
+
+
+@program("cannot send everything")
+def sync(argv: Sequence[str] | None = None) -> None:
+    """Send a run's metrics to the sinks of its configuration, as far as they have not got them."""
+    parser = _parser(sync)
+    run: Path = parser.parse_args(argv).run
+    if not RunFolder(run).config.is_file():
+        raise UserError(f"{shown(run)} holds no run; name a run's folder, such as runs/demo")
+    sinks, settings = sinks_of(run)
+    if not sinks:
+        raise UserError(f"{shown(run)} has no sinks; add a table such as [report.sinks.wandb] to its config.toml")
+    if problems := [*sink_problems(sinks)]:
+        raise UserError("\n".join(problems))
+    failed = []
+    for kind, cfg in sinks.items():
+        try:
+            said = send_to(run, kind, cfg, settings, until=lambda sender: sender.send())
+        except SinkFailed as error:
+            failed.append(f"{kind}: {error}")
+        else:
+            say("\n".join([f"{kind} has everything", *(f"{kind}: {sentence}" for sentence in said)]))
+    if failed:
+        raise UserError("\n".join(failed))

@@ -7,13 +7,17 @@ import json
 import math
 import re
 import struct
+import time
 import tomllib
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorboard.program
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,6 +27,7 @@ from spmdrl.config import Config, ReportConfig
 from spmdrl.faults.files import FaultFiles
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report import Report, RunFolder
+from spmdrl.report import tensorboard as tensorboard_page
 from spmdrl.report.console import (
     LiveDisplay,
     PlainLines,
@@ -146,9 +151,30 @@ def test_tensorboards_first_page_has_every_chart_and_draws_what_was_measured(who
     assert drawn["time of each phase, s"] == ["time/rollout_s", "time/update_s"]
 
 
+def test_tensorboards_own_server_shows_every_scalar_of_the_file(whole: RunFolder) -> None:
+    """An event reader would not do: the server shows no scalar whose tag is a histogram's too."""
+    server = tensorboard.program.TensorBoard()
+    folder = str(whole.tensorboard)
+    server.configure(argv=["", "--logdir", folder, "--load_fast=false", "--host", "127.0.0.1", "--port", "0"])
+    url = server.launch() + "data/plugin/"
+
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(url + path) as answer:
+            return json.load(answer)
+
+    rows = read_rows(whole.metrics)
+    names = {name for row in rows for name in row} - {"step"}
+    while not (tags := asked("scalars/tags").get(".", {})):
+        time.sleep(0.1)
+    assert names <= tags.keys()
+    (pattern,) = tensorboard_page.LAYOUT["Outcome"]["reward"][1]
+    shown = asked(f"custom_scalars/scalars?run=.&tag={urllib.parse.quote(pattern)}")["tag_to_events"]["reward/mean"]
+    assert [step for _, step, _ in shown] == [row["step"] for row in rows if "reward/mean" in row]
+
+
 def test_tensorboard_holds_histograms_and_samples(whole: RunFolder) -> None:
     events = read_events(whole)
-    for event in events.Histograms("reward/mean"):
+    for event in events.Histograms("distribution/reward/mean"):
         given = [0.0, 1.0, event.step / 8]
         histogram = event.histogram_value
         assert (histogram.num, histogram.sum, histogram.max) == (3, sum(given), 1.0)
@@ -213,7 +239,7 @@ def test_a_number_that_is_not_finite_is_null(folder: RunFolder) -> None:
         report.step(1, scalars, samples=[{"reward": math.nan}], histograms={"reward/mean": [math.nan, 1.0], "none": []})
     assert read_rows(folder.metrics) == [{"step": 1, "update/loss": None, "update/ratio": None, "reward/mean": 1.0}]
     assert read_rows(folder.samples) == [{"step": 1, "reward": None}]
-    assert read_events(folder).Histograms("reward/mean")[0].histogram_value.num == 1
+    assert read_events(folder).Histograms("distribution/reward/mean")[0].histogram_value.num == 1
 
 
 def test_any_text_survives_in_samples(folder: RunFolder) -> None:
