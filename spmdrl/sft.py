@@ -22,6 +22,7 @@ from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
 from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
+from spmdrl.step.teachers import Beside
 
 
 def fine_tune(run: Launch[SftConfig]) -> None:
@@ -29,7 +30,9 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = run.load_policy()
-    learner = Learner.start(policy, cfg.optim, SftObjective(), num_updates=plan.num_updates, dtype=run.dtype)
+        beside = Beside(policy, run.load_frozen(policy), cfg.distill)
+    objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
+    learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
@@ -40,10 +43,12 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     with steps.until_stopped():
         for step in steps:
             with steps.phase("batch"):
-                batch = build_batch(read_pairs(run, encode, step), plan, meshes, aggregation="token_mean")
+                batch = build_batch(read_pairs(run, encode, step), plan, meshes, **cfg.weighting)
             with run.report.span("images"):
                 batch, _, looked = images.fill(batch)
-            with steps.phase("update"):
+            with run.report.span("logprobs"):
+                batch = beside.teach(batch, meshes)
+            with steps.phase("update"), beside.present():
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
             values = steps.report(step, [batch.metrics, looked, updated])

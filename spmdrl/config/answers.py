@@ -23,6 +23,8 @@ class ResponsesConfig(AnswersConfig):
     turns: Literal["last", "all"] = "last"
     """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
     has no `response_column`: the last, or all. What is said between them is read and not trained."""
+    loss_coef: NonNegative = 1.0
+    """Weight of the cross entropy of the responses; 0 learns from `[distill]` alone."""
 
 
 class PairsConfig(AnswersConfig):

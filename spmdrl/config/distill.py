@@ -57,7 +57,8 @@ class DistillConfig(Section):
     beta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """`jsd` only: weight of the teacher in the mixture that both are compared with. Unset: 0.5."""
     teacher_temperature: Temperature | None = None
-    """Temperature of the teacher's distribution. Unset: that of the policy, `rollout.temperature`."""
+    """Temperature of the teacher's distribution. Unset: that of the policy, which is `rollout.temperature`, and 1 in
+    fine-tuning."""
 
     @property
     def over_vocabulary(self) -> bool:

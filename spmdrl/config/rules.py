@@ -12,7 +12,7 @@ from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_
 from spmdrl.config.environment import ReasoningGymEnvironment
 from spmdrl.config.errors import all_keys, did_you_mean, is_by_name, sections_at
 from spmdrl.config.rewards import EnvironmentReward
-from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
+from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
 
 
 @rule(Config)
@@ -462,19 +462,20 @@ def a_quantized_base_does_not_sleep(cfg: Config) -> Iterator[str]:
 # Rules about the models beside the policy, and about learning from them.
 
 
-@rule(Config)
-def models_are_used(cfg: Config) -> Iterator[str]:
+@rule(Config, SftConfig)
+def models_are_used(cfg: Config | SftConfig) -> Iterator[str]:
     known = ", ".join(f'"{name}"' for name in cfg.models) or "none"
     for one in cfg.distill.by_place if cfg.distill else ():
         if one.model and one.model not in cfg.models:
             yield f'[distill]: "{one.model}" is to teach, and [models.{one.model}] is missing; there are {known}'
     for name in cfg.models.keys() - cfg.frozen_models.keys():
-        use = "neither loss.kl_coef nor reward.kl_coef is set" if name == REFERENCE else "[distill] does not name it"
+        is_reference = name == REFERENCE and isinstance(cfg, Config)
+        use = "neither loss.kl_coef nor reward.kl_coef is set" if is_reference else "[distill] does not name it"
         yield f"[models.{name}] has no use: {use}; remove it"
 
 
-@rule(Config)
-def models_have_one_origin(cfg: Config) -> Iterator[str]:
+@rule(Config, SftConfig)
+def models_have_one_origin(cfg: Config | SftConfig) -> Iterator[str]:
     for name, model in cfg.models.items():
         if (model.path is None) == (model.adapters is None):
             yield f"[models.{name}]: set one of models.{name}.path and models.{name}.adapters, and not both"
@@ -487,8 +488,8 @@ def models_have_one_origin(cfg: Config) -> Iterator[str]:
             yield f"models.{name}.rests_on has no meaning for the policy without its adapters; remove it"
 
 
-@rule(Config)
-def teachers_have_tasks_of_the_data(cfg: Config) -> Iterator[str]:
+@rule(Config, SftConfig)
+def teachers_have_tasks_of_the_data(cfg: Config | SftConfig) -> Iterator[str]:
     known = sorted({source.task for source in cfg.data.sources})
     for place, one in enumerate(cfg.distill.teachers if cfg.distill else ()):
         for task in one.tasks or ():
@@ -512,6 +513,21 @@ def distilled_groups_are_not_dropped(cfg: Config) -> Iterator[str]:
             "rollout.dynamic_sampling = true drops groups of equal rewards, of which a teacher of [distill] has as "
             "much to say as of others; remove one of them"
         )
+
+
+@rule(SftConfig)
+def recorded_tokens_are_not_sampled(cfg: SftConfig) -> Iterator[str]:
+    if cfg.distill is not None and not cfg.distill.over_vocabulary:
+        yield (
+            'distill.divergence = "sampled_kl" compares tokens that the policy sampled, and the responses of [sft] are '
+            'recorded; set it to "forward", "reverse" or "jsd"'
+        )
+
+
+@rule(SftConfig)
+def some_loss_is_left(cfg: SftConfig) -> Iterator[str]:
+    if cfg.sft.loss_coef == 0 and cfg.distill is None:
+        yield "sft.loss_coef = 0 leaves nothing to learn without [distill]; raise it, or add [distill]"
 
 
 @rule(Config)

@@ -215,6 +215,27 @@ class SftConfig(TuningConfig):
     data: DataConfig
     sft: ResponsesConfig
     held_out: HeldOutResponsesConfig | None = None
+    models: Models = Field(default_factory=dict)
+    distill: DistillConfig | None = None
+
+    @property
+    def frozen_models(self) -> dict[str, OtherModelConfig]:
+        """The models that the policy learns from, by name."""
+        return frozen_models(self.models, self.distill, reference=None)
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """The temperature at which each of `frozen_models` is asked."""
+        return dict.fromkeys(self.frozen_models, (self.distill and self.distill.teacher_temperature) or 1.0)
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """Settings that say what a token counts in the loss of its mini-batch."""
+        return {"aggregation": "token_mean", "distill": self.distill}
+
+    def teacher_of(self, task: str) -> int:
+        """Return the place of the teacher of a data source among `distill.by_place`, or NO_TEACHER."""
+        return NO_TEACHER if self.distill is None else self.distill.teacher_of(task)
 
 
 class PreferencesConfig(TuningConfig):

@@ -248,14 +248,20 @@ def distill_values(
 
 @dataclass(frozen=True, slots=True)
 class SftObjective:
-    """Cross-entropy of the responses."""
+    """Cross-entropy of the responses, by its coefficient, and the divergence from teachers, where there are some."""
+
+    coef: float = 1.0
+    distill: DistillConfig | None = None
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         per_token = sft_loss(outputs.logprobs, micro_batch.loss_mask)
-        return Objective(
-            loss_sum=weighted_sum(per_token, micro_batch.loss_weights),
-            means={"update/entropy_nats": outputs.entropy.detach()},
-        )
+        loss_sum = self.coef * weighted_sum(per_token, micro_batch.loss_weights)
+        means, elsewhere = {"update/entropy_nats": outputs.entropy.detach()}, {}
+        if self.distill is not None and outputs.divergence is not None:
+            loss_sum = loss_sum + distilled(outputs.divergence, micro_batch)
+            means["update/cross_entropy_nats"] = per_token.detach()
+            elsewhere = distill_values(outputs.divergence, micro_batch, self.distill)
+        return Objective(loss_sum=loss_sum, means=means, elsewhere=elsewhere)
 
 
 @dataclass(frozen=True, slots=True)

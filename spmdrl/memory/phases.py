@@ -67,7 +67,7 @@ def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]
     phases = [
         PhaseMemory.of("load", {"weights": memory.weights}, loading, rank.overhead.rank),
         *([PhaseMemory.of("images", trainer | _looking(cfg, rank, tower), host, beside)] if tower else []),
-        *([_logprobs_phase(cfg, rank, host)] if isinstance(cfg, TuningConfig) and cfg.has_reference else []),
+        *([_logprobs_phase(cfg, rank, host)] if isinstance(cfg, TuningConfig) and cfg.frozen_models else []),
         _update_phase("forward-backward", cfg, rank, host),
         *([_update_phase("critic", cfg, critic, host)] if critic else []),
         PhaseMemory.of("optimizer", optimizer, host, beside),

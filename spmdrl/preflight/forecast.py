@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, TuningConfig
+from spmdrl.config import Config, LoraConfig, ModelConfig, ParallelConfig, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
 from spmdrl.config.plan import plan_run
 from spmdrl.dist.session import rank_device
@@ -205,7 +205,7 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
 
 def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> Iterator[FrozenModelSize]:
     """Yield the frozen models that are loaded; one from the policy's own directory has its shapes."""
-    distill = cfg.distill if isinstance(cfg, Config) else None
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
     for name, settings in cfg.frozen_models.items():
         if settings.path is not None:
             model = policy.frozen_models.get(name, policy)

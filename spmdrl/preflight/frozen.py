@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, ModelConfig, TuningConfig
+from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.families import vision_family
@@ -63,7 +63,7 @@ def _errors_about(name: str) -> Iterator[None]:
 
 
 def frozen_problems(
-    cfg: Config, policy: OpenedModel, model: OpenedModel, tokenizer: PreTrainedTokenizerBase
+    cfg: Config | TuningConfig, policy: OpenedModel, model: OpenedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Yield a sentence for each reason why a frozen model cannot say anything about the policy's tokens."""
     if vision_family(policy.config) is not None:
@@ -81,7 +81,8 @@ def frozen_problems(
         )
         return
     own, its = (one.config.get_text_config().vocab_size for one in (policy, model))
-    if own == its or model.name == REFERENCE or cfg.distill is None or not cfg.distill.over_vocabulary:
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    if own == its or model.name == REFERENCE or distill is None or not distill.over_vocabulary:
         return
     # Rows beyond the tokenizer's tokens only fill up a head, and sizes of one family may have more or fewer of them.
     if its < own:

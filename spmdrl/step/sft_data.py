@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -98,7 +99,10 @@ def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int) -> list[T
     first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
     with raise_on_all_ranks(run.meshes.training):
         pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
-        return [encode(pair, index) for index, pair in enumerate(pairs, start=first)]
+        return [
+            dataclasses.replace(encode(pair, index), teacher=run.cfg.teacher_of(pair.prompt.task))
+            for index, pair in enumerate(pairs, start=first)
+        ]
 
 
 class HeldOutLoss:

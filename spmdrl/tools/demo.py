@@ -1,7 +1,7 @@
-"""The whole demo, without a GPU: `python -m spmdrl.tools.demo [--task tool|game|vision] [section.key=value ...]`.
+"""The whole demo, without a GPU: `python -m spmdrl.tools.demo [--task NAME] [section.key=value ...]`.
 
-It makes a tiny model, fine-tunes it a little, trains it by reinforcement learning on 2 ranks, and evaluates the
-exported model on the held-out prompts. Every call starts a new run.
+It makes a tiny model, fine-tunes it a little, trains it by reinforcement learning on 2 ranks, or from a teacher, and
+evaluates the exported model on the held-out prompts. Every call starts a new run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Task:
     words: tuple[str, ...] = ()  # texts that are one token each; () where the model needs no chat
     form: str = "--chat"  # of the model that has such words
     hidden_size: int = 128
+    teacher: tuple[str, ...] = ()  # settings of the warm start that make a teacher of the same model; the plain task
 
     @property
     def model_options(self) -> list[str]:
@@ -58,6 +59,7 @@ TASKS: Mapping[str, Task] = {
         ("game ", "10", "higher", "lower", "no number"),
     ),
     "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
+    "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=220",)),
 }
 
 
@@ -66,31 +68,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the programs of the demo in turn; returns the exit code of the first that fails."""
     arguments = _parse(argv)
     config = "demo" if arguments.task == "text" else f"demo-{arguments.task}"
+    task = TASKS[arguments.task]
+    has_files = config != "demo" and not task.teacher
     set_by_user = dict(setting.partition("=")[::2] for setting in arguments.override)
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_folder = f"{folder}/{name}"
     is_adapted = config == "demo" and any(setting.startswith("lora.") for setting in set_by_user)
-    warm_start = ADAPTED_START if is_adapted else f"{config}-sft"
+    warm_start = ADAPTED_START if is_adapted else f"{'demo' if task.teacher else config}-sft"
     sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{warm_start}.toml"), f"run.dir={folder}"]
-    sft += [f"run.name={name}-sft", f"model.path={run_folder}-base", *_held_out(arguments.task, set_by_user)]
+    sft += [f"model.path={run_folder}-base", *_held_out(set_by_user, has_files=has_files)]
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
     rl += [f"run.name={name}", f"model.path={run_folder}-sft/hf", *_code_of_ours(config)]
     if arguments.engine == "sglang":
-        rl += ["rollout.engine=sglang", *TASKS[arguments.task].with_sglang]
+        rl += ["rollout.engine=sglang", *task.with_sglang]
     if is_adapted:
         say(f"== with adapters: a warm start of their own ({warm_start}.toml), and {ADAPTED_LR} unless you set it")
         rl.append(ADAPTED_LR)
     nproc = ["--nproc", str(arguments.nproc)]
+    trial = [*rl, *arguments.override, f"model.path={run_folder}-base", *nproc, _CHECK]
+    if task.teacher:
+        trial.insert(-1, f"models.teacher.path={run_folder}-base")
+        rl.append(f"models.teacher.path={run_folder}-teacher/hf")
     rl += arguments.override
     stages: dict[str, list[list[str]]] = {
         "1/3 a tiny model, warm-started by supervised fine-tuning": [
-            *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if config != "demo" else []),
-            ["spmdrl.tools.tiny_model", f"{run_folder}-base", *TASKS[arguments.task].model_options],
-            [*rl, f"model.path={run_folder}-base", *nproc, _CHECK],  # a mistake is told before anything is trained
-            [*sft, *nproc],
+            *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if has_files else []),
+            ["spmdrl.tools.tiny_model", f"{run_folder}-base", *task.model_options],
+            trial,  # a mistake is told before anything is trained
+            [*sft, f"run.name={name}-sft", *nproc],
+            *([[*sft, f"run.name={name}-teacher", *task.teacher, *nproc]] if task.teacher else []),
         ],
-        f"2/3 reinforcement learning on {arguments.nproc} ranks": [[*rl, *nproc]],
+        f"2/3 {'learning from the teacher' if task.teacher else 'reinforcement learning'} on {arguments.nproc} ranks": [
+            [*rl, *nproc]
+        ],
         "3/3 the exported model, loaded by transformers, on the same held-out prompts": [
             ["spmdrl.tools.evaluate", run_folder]
         ],
@@ -130,16 +141,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--task",
         choices=TASKS,
         default="text",
-        help="tool: look up what cannot be known; game: turns; vision: pictures",
+        help="tool: look up what cannot be known; game: turns; vision: pictures; distill: learn from a teacher",
     )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")
     return parser.parse_intermixed_args(argv)
 
 
-def _held_out(task: str, set_by_user: Mapping[str, str]) -> Iterator[str]:
-    """Yield settings of the warm start: it must hold out the same prompts, which with a task are in a file."""
-    for setting in ("num_prompts", "sources") if task == "text" else ():
+def _held_out(set_by_user: Mapping[str, str], *, has_files: bool) -> Iterator[str]:
+    """Yield settings of the warm start: it must hold out the same prompts, which some tasks have in a file."""
+    for setting in () if has_files else ("num_prompts", "sources"):
         if (value := set_by_user.get(f"eval.{setting}")) is not None:
             yield f"held_out.{setting}={value}"
 

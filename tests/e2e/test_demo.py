@@ -63,7 +63,7 @@ def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("task", "most_before", "settings"),
-    [("tool", 0.4, ()), ("game", 0.4, ()), ("vision", 0.5, ()), ("text", 0.5, ("lora.rank=8",))],
+    [("tool", 0.4, ()), ("game", 0.4, ()), ("vision", 0.5, ()), ("text", 0.5, ("lora.rank=8",)), ("distill", 0.5, ())],
 )
 def test_a_tiny_model_learns_its_task(task: str, most_before: float, settings: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(

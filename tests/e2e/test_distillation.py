@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from spmdrl import sft
 from spmdrl.tools.tiny_model import save_tiny_model
-from tests.helpers.small_run import assert_same_weights, launch, rows, steady_rows, write_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import (
+    assert_same_weights,
+    launch,
+    rows,
+    steady_rows,
+    without_curves,
+    write_config,
+    write_sft_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +51,27 @@ def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, distil
     launch(folder, 2, "run.name=stopped")
     assert steady_rows(folder / "runs/stopped") == steady_rows(distilled)
     assert_same_weights(folder / "runs/stopped", distilled)
+
+
+def test_recorded_responses_are_taught_without_their_cross_entropy(folder: Path, distilled: Path) -> None:
+    answers = [{"prompt": f"{a} + {b} =", "response": f" {a + b}"} for a in range(8) for b in range(8)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    path = write_sft_config(
+        folder,
+        name="sft.toml",
+        data={
+            "sources": [
+                {"kind": "jsonl", "path": f"{folder}/sft.jsonl", "answer_column": "", "response_column": "response"}
+            ]
+        },
+        sft={"sequences_per_step": 16, "max_response_tokens": 6, "loss_coef": 0.0},
+        models={"big": {"path": f"{folder}/teacher"}},
+        distill={"teacher": "big", "divergence": "jsd"},
+        optim={"lr": 1e-3},
+    )
+    assert set(run_ranks(2, without_curves, sft.main, [str(path), "run.name=sft"])) == {0}
+    found = [row["distill/jsd_nats"] for row in rows(folder / "runs/sft")]
+    assert len(found) == 4 and found[-1] < 0.8 * found[0], found
 
 
 def test_sampled_tokens_are_compared_beside_rewards(folder: Path, distilled: Path) -> None:

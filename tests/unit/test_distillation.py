@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from spmdrl.config import Config, DistillConfig, ModelConfig
+from spmdrl.config import Config, DistillConfig, ModelConfig, SftConfig
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
@@ -99,8 +99,24 @@ LISTINGS = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), 
 @pytest.mark.parametrize("listing", LISTINGS)
 def test_every_listing_of_the_page_is_a_configuration(listing: str) -> None:
     sources = [MATHS | {"task": task} for task in ("code", "style")]
-    cfg = minimal_config(**({"data": {"sources": sources}} | tomllib.loads(listing)))
+    tables = {"data": {"sources": sources, "max_prompt_tokens": 8}} | tomllib.loads(listing)
+    if "sft" in tables:
+        whole = minimal_config().model_dump(include={"run", "model", "data", "optim", "pack"}, exclude_none=True)
+        rows = {"sequences_per_step": 4, "max_response_tokens": 8}
+        cfg: Config | SftConfig = SftConfig.model_validate(whole | tables | {"sft": rows | tables["sft"]})
+    else:
+        cfg = minimal_config(**tables)
     assert cfg.distill is not None and cfg.frozen_models.keys() == cfg.models.keys()
+
+
+def test_recorded_responses_need_a_loss_over_the_vocabulary() -> None:
+    whole = minimal_config().model_dump(include={"run", "model", "data", "optim", "pack"}, exclude_none=True)
+    whole["sft"] = {"sequences_per_step": 4, "max_response_tokens": 8, "loss_coef": 0.0}
+    with pytest.raises(ValueError, match=r"sft\.loss_coef = 0 leaves nothing to learn"):
+        SftConfig.model_validate(whole)
+    distill = {"models": {"t": {"path": "t"}}, "distill": {"teacher": "t", "divergence": "sampled_kl"}}
+    with pytest.raises(ValueError, match="compares tokens that the policy sampled"):
+        SftConfig.model_validate(whole | distill)
 
 
 @pytest.fixture(scope="module")
