@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import DistillConfig, OptimConfig, OtherModelConfig, ParallelConfig
+from spmdrl.config import DistillConfig, LoraConfig, OptimConfig, OtherModelConfig, ParallelConfig
 from spmdrl.config.plan import Plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -19,11 +19,11 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.frozen import load_frozen
-from spmdrl.model.load import load_policy
+from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
 from spmdrl.step.teachers import Beside
-from spmdrl.types import Sequence
+from spmdrl.types import NO_TEACHER, Sequence, TurnSpan
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_qwen3
 from tests.helpers.parity import assert_same_change, dealt, initial
@@ -65,18 +65,26 @@ def _distilled(
     world: World, folder: Path, table: dict[str, Any], parallel: dict[str, int], changes: dict[str, Any]
 ) -> Outcome:
     meshes, settings = build_meshes(world, ParallelConfig(**parallel)), model_config(str(folder / "student"))
-    distill = DistillConfig(**table)
+    distill, lora = DistillConfig(**table), LoraConfig(rank=4) if "lora" in changes else None
     names = [one.model for one in distill.by_place]
-    models = {name: OtherModelConfig(path=str(folder / name)) for name in names}
-    policy = load_policy(settings, meshes.model, temperature=TEMPERATURE)
-    frozen = load_frozen(policy, settings, models, meshes, temperatures=dict.fromkeys(names, TEMPERATURE))
+    models = {
+        name: OtherModelConfig(adapters="off") if name == "base" else OtherModelConfig(path=str(folder / name))
+        for name in names
+    }
+    policy = load_trained(settings, lora, meshes, temperature=TEMPERATURE, seed=0)
+    temperatures = dict.fromkeys(names, distill.teacher_temperature or TEMPERATURE)
+    frozen = load_frozen(policy, settings, models, meshes, temperatures=temperatures)
+    if changes.get("lora") == "moved" and policy.adapters is not None:
+        policy.adapters.load(random_values(policy.adapters.trained, seed=1))
     beside = Beside(policy, frozen, distill)
-    sequences = _sequences() if distill.teachers else [dataclasses.replace(one, teacher=0) for one in _sequences()]
-    if only := changes.pop("only", None):
-        sequences = [one if one.teacher in only else dataclasses.replace(one, teacher=-1) for one in sequences]
-    plan: Plan = plan_for(SEQUENCES, world.num_ranks, **changes)
+    sequences = changes.get("sequences") or _sequences()
+    sequences = sequences if distill.teachers else [dataclasses.replace(one, teacher=0) for one in sequences]
+    only = changes.get("only", range(len(names)))
+    sequences = [one if one.teacher in only else dataclasses.replace(one, teacher=NO_TEACHER) for one in sequences]
+    plan: Plan = plan_for(SEQUENCES, world.num_ranks, **changes.get("plan", {}))
     mine = dealt(sequences, world.rank, world.num_ranks, "like cards")
-    batch = build_batch(mine, plan, meshes, aggregation="token_mean", distill=distill)
+    coef = changes.get("environment_coef", 0.0)
+    batch = build_batch(mine, plan, meshes, aggregation="token_mean", environment_coef=coef, distill=distill)
     batch = add_columns(batch, {"advantages": lambda one: torch.zeros(len(one.token_ids))}, meshes.training)
     objective = PolicyObjective(loss_config(), distill=distill)
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
@@ -84,7 +92,8 @@ def _distilled(
     mini_batches = beside.teach(batch, meshes).mini_batches
     with beside.present():
         metrics = update(learner, mini_batches, meshes, step=1)
-    return full_weights(policy, meshes), {name: metric.value() for name, metric in metrics.items()}
+    moved = full_weights(policy, meshes) if policy.adapters is None else policy.adapters.trained
+    return moved, {name: metric.value() for name, metric in metrics.items()}
 
 
 def _whole_vocabulary(folder: Path, kind: str, beta: float, teachers: list[tuple[str, float]]) -> Outcome:
@@ -131,7 +140,7 @@ def test_the_gradient_is_that_of_all_logits(folder: Path, kind: str) -> None:
         ({**ONE, "divergence": kind, **beta}, {}, {}),
         ({**BOTH, "divergence": kind, **beta}, {}, {}),
         ({"teacher": "padded", "divergence": kind, **beta}, {}, {}),
-        ({**BOTH, "divergence": kind, **beta}, {}, {"max_tokens_per_micro_batch": 4096}),
+        ({**BOTH, "divergence": kind, **beta}, {}, {"plan": {"max_tokens_per_micro_batch": 4096}}),
     ]
     (found,) = run_ranks(1, _distil_each, folder, cases)
     start = initial(str(folder / "student"))
@@ -166,6 +175,39 @@ def test_two_teachers_are_the_sum_of_two_runs_with_one(folder: Path) -> None:
     start = initial(str(folder / "student"))
     summed = {name: one[name] + other[name] - start[name] for name in start}
     assert_same_change(both, summed, start, 1e-5)
+
+
+def test_what_environments_said_is_not_distilled_and_may_be_learned_beside(folder: Path) -> None:
+    sequences = []
+    for sequence in _sequences():
+        start, end = sequence.loss_mask.index(True), len(sequence.token_ids)
+        said = range(start + (end - start) // 3, start + 2 * (end - start) // 3)
+        mask = tuple(trained and place not in said for place, trained in enumerate(sequence.loss_mask))
+        spans = ((0, start, said.start), (1, said.stop, end))
+        turns = tuple(TurnSpan(number=number, start=first, end=last) for number, first, last in spans)
+        sequences.append(dataclasses.replace(sequence, loss_mask=mask, turns=turns))
+    table = {**BOTH, "divergence": "reverse"}
+    both: dict[str, Any] = {"sequences": sequences, "environment_coef": 0.7}
+    cases: list[Case] = [(table, {}, both), (table, {}, both | {"only": []}), (table, {}, {"sequences": sequences})]
+    ((together, _), (said_alone, _), (taught_alone, numbers)) = run_ranks(1, _distil_each, folder, cases)[0]
+    start_weights = initial(str(folder / "student"))
+    summed = {name: said_alone[name] + taught_alone[name] - start_weights[name] for name in start_weights}
+    assert_same_change(together, summed, start_weights, 1e-5)
+    assert numbers["distill/reverse_nats"] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_policys_own_base_teaches_as_a_copy_of_it_does(folder: Path, num_ranks: int) -> None:
+    of = {"divergence": "jsd", "teacher_temperature": 1.3}
+    cases: list[Case] = [
+        ({"teacher": "base", **of}, {}, {"lora": "moved"}),
+        ({"teacher": "student", **of}, {}, {"lora": "moved"}),
+        ({"teacher": "base", "divergence": "jsd"}, {}, {"lora": "at its start"}),
+    ]
+    (own, numbers), (copied, others), (_, nothing) = run_ranks(num_ranks, _distil_each, folder, cases)[0]
+    assert numbers == others and numbers["update/grad_norm"] > 0
+    assert all(torch.equal(own[name], copied[name]) for name in copied)
+    assert nothing["update/loss"] == 0.0 and nothing["update/grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
