@@ -41,6 +41,9 @@ class TeacherConfig(Section):
     """The data sources whose responses it teaches, by their `task`. Unset: all that no other teacher names."""
     weight: Positive = 1.0
     """Weight of its divergence, which is a mean over the tokens of these sources alone."""
+    rewarded: bool = True
+    """Train on the rewards of these sources too. False: they are only measured, and the other sources' tokens are the
+    whole denominator of the policy loss."""
 
 
 class DistillConfig(Section):
@@ -74,6 +77,11 @@ class DistillConfig(Section):
     def by_place(self) -> tuple[TeacherConfig, ...]:
         """The teachers in order; sequences name theirs by its place here."""
         return self.teachers or (TeacherConfig(model=self.teacher or ""),)
+
+    @property
+    def unrewarded(self) -> tuple[int, ...]:
+        """The places of the teachers whose sources are not trained on their rewards."""
+        return tuple(place for place, one in enumerate(self.by_place) if not one.rewarded)
 
     def teacher_of(self, task: str) -> int:
         """Return the place of the teacher of a data source; NO_TEACHER for one that is not distilled."""

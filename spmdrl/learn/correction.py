@@ -152,7 +152,7 @@ def importance_weights(
 def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:
     """[T] bool: the loss tokens that neither rejection nor veto takes out of the loss."""
     mask, cu_seqlens, mismatch = micro_batch.loss_mask, micro_batch.cu_seqlens, _old_mismatch(micro_batch)
-    kept = mask
+    kept = mask & (micro_batch.loss_weights != 0)  # those that are only distilled have no weight
     if correction.reject != "none":
         log_weight = log_weights(mismatch, mask, cu_seqlens, level=correction.reject)
         low, high = correction.reject_low or 0.5, correction.reject_high or 2.0

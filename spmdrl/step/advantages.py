@@ -30,7 +30,7 @@ from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.learn.objective import example_micro_batch
 from spmdrl.step.batch import Batch
 from spmdrl.step.rewards import on_turns, rewards_by_turn, turn_columns, turn_rows
-from spmdrl.step.teachers import penalty, sampled_metrics
+from spmdrl.step.teachers import penalty, rewarded, sampled_metrics
 from spmdrl.types import PADDING_INDEX, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
@@ -302,7 +302,9 @@ def _completed(part: _Penalised, advantages: Tensor, cfg: Config) -> MicroBatch:
     returns: its values plus advantages that are not whitened."""
     micro_batch = part.micro_batch
     mask = micro_batch.loss_mask
-    columns = {"advantages": torch.where(mask, advantages - penalty(micro_batch), 0.0).float()}
+    if cfg.distill is not None:
+        advantages = torch.where(rewarded(micro_batch, cfg.distill), advantages, 0.0) - penalty(micro_batch)
+    columns = {"advantages": torch.where(mask, advantages, 0.0).float()}
     if cfg.has_critic:
         assert micro_batch.values is not None, "the critic has not been run"
         values, settings = micro_batch.values.double(), cfg.advantage.settings | {"gae_lambda": cfg.critic_gae_lambda}

@@ -161,7 +161,8 @@ def build_batch(
             continue
         bins = _bins(shares, plan, multiple=multiple)
         everything = [info for share in shares for info in share]
-        weights = _loss_weights(everything, plan, aggregation)
+        left_out = distill.unrewarded if distill is not None and distill.over_vocabulary else ()
+        weights = _loss_weights([info for info in everything if info.teacher not in left_out], plan, aggregation)
         of_bins = [[mine[info.place] for info in in_bin] for in_bin in bins[place]]
         environment = environment_coef / max(1, sum(info.num_read_tokens for info in everything))
         others: dict[str, Any] = {"environment_weight": environment, "distill": _distill_weights(everything, distill)}

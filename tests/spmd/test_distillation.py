@@ -85,7 +85,10 @@ def _distilled(
     mine = dealt(sequences, world.rank, world.num_ranks, "like cards")
     coef = changes.get("environment_coef", 0.0)
     batch = build_batch(mine, plan, meshes, aggregation="token_mean", environment_coef=coef, distill=distill)
-    batch = add_columns(batch, {"advantages": lambda one: torch.zeros(len(one.token_ids))}, meshes.training)
+    advantages = (
+        (lambda one: one.rewards.float()) if changes.get("rewarded") else lambda one: torch.zeros(len(one.rewards))
+    )
+    batch = add_columns(batch, {"advantages": advantages}, meshes.training)
     objective = PolicyObjective(loss_config(), distill=distill)
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32)
@@ -174,6 +177,24 @@ def test_two_teachers_are_the_sum_of_two_runs_with_one(folder: Path) -> None:
     ((both, _), (one, _), (other, _)) = run_ranks(1, _distil_each, folder, cases)[0]
     start = initial(str(folder / "student"))
     summed = {name: one[name] + other[name] - start[name] for name in start}
+    assert_same_change(both, summed, start, 1e-5)
+
+
+def test_some_sources_are_rewarded_and_others_distilled(folder: Path) -> None:
+    style = {"model": "big", "tasks": ["b"], "rewarded": False}
+    table = {"teachers": [{"model": "wide", "tasks": ["a"], "weight": 1e-9}, style], "divergence": "reverse"}
+    alone = [
+        dataclasses.replace(one, loss_mask=(False,) * len(one.token_ids)) if one.teacher else one
+        for one in _sequences()
+    ]
+    cases: list[Case] = [
+        (table, {}, {"rewarded": True, "only": [1]}),
+        (table, {}, {"only": [1]}),
+        (table, {}, {"rewarded": True, "only": [], "sequences": alone}),
+    ]
+    ((both, _), (distilled, _), (rewarded, _)) = run_ranks(1, _distil_each, folder, cases)[0]
+    start = initial(str(folder / "student"))
+    summed = {name: distilled[name] + rewarded[name] - start[name] for name in start}
     assert_same_change(both, summed, start, 1e-5)
 
 

@@ -427,6 +427,7 @@ def test_what_a_program_makes_is_refused_with_all_sentences() -> None:
 # For each rule, settings that break it; GOOD keeps all of them.
 TOOLS = "environment.source={{kind='tools',tools=[{}]}}"
 CLASS = "environment.source={kind='class',name='a.py:A'}"
+NONE = "advantage.estimator=none"
 DISTILL = ('models={t={path="t"}}', "distill.teacher=t")
 BROKEN: dict[str, tuple[str, ...]] = {
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
@@ -434,6 +435,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "a_task_has_one_teacher": ('models={t={path="t"}}', 'distill.teachers=[{model="t"},{model="t"}]'),
     "models_are_used": ('models={t={path="t"}}',),
     "models_have_one_origin": ('models={t={adapters="off"}}', "distill.teacher=t"),
+    "rewards_can_be_left_out": ('models={t={path="t"}}', 'distill.teachers=[{model="t",rewarded=false}]', NONE),
     "teachers_have_tasks_of_the_data": ('models={t={path="t"}}', 'distill.teachers=[{model="t",tasks=["x"]}]'),
     "sequence_losses_need_whole_divergences": (*DISTILL, "loss.kind=gspo", "distill.divergence=sampled_kl"),
     "distilled_groups_are_not_dropped": (*DISTILL, "rollout.dynamic_sampling=true"),
