@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class SGLangFamily:
     """The ways in which SGLang's class of a family differs from its others."""
 
+    is_tried: bool = True  # False: refused
     images_compared: bool = False  # with the trainer, for requests with images
     patch_values: int | None = None  # the only size of patches that it reads; None: any
     splits_embedding: bool = True  # False: every device of an engine has it whole
@@ -84,15 +85,11 @@ class ModelFamily:
     logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
 
-    @property
-    def has_other_states(self) -> bool:
-        """True where recurrent layers are not gated delta nets."""
-        return self.mamba2 is not None or self.has_short_convs
-
 
 _CAPPED = LogitSetting("final_logit_softcapping", "softcap")
 _COMMAND_R = LogitSetting("logit_scale", "factor")
 _GRANITE = LogitSetting("logits_scaling", "divisor")
+_UNTRIED = SGLangFamily(is_tried=False)
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -129,14 +126,22 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "nanochat": ModelFamily(logits=_CAPPED),
     "cohere": ModelFamily(logits=_COMMAND_R),
     "cohere2": ModelFamily(logits=_COMMAND_R),
+    "cohere2_moe": ModelFamily(logits=_COMMAND_R),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE),
-    "granitemoehybrid": ModelFamily(classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE),
-    "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer")),
+    "granitemoeshared": ModelFamily(logits=_GRANITE),
+    "granite_swa": ModelFamily(logits=_GRANITE),
+    "granitemoe_swa": ModelFamily(logits=_GRANITE),
+    "minicpm3": ModelFamily(logits=_GRANITE),  # hidden states are divided, which is the same
+    "granitemoehybrid": ModelFamily(
+        classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE, sglang=_UNTRIED
+    ),
+    "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer"), sglang=_UNTRIED),
     "falcon_h1": ModelFamily(
         classes="FalconH1",
         mamba2=Mamba2(mixer="Mixer", has_multipliers=True),
         logits=LogitSetting("lm_head_multiplier", "factor"),
+        sglang=_UNTRIED,
     ),
     "nemotron_h": ModelFamily(
         classes="NemotronH",
@@ -148,9 +153,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
             state="ssm_state_size",
             width="conv_kernel",
         ),
+        sglang=_UNTRIED,
     ),
-    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True),
-    "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True),
+    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=_UNTRIED),
+    "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
+    "gemma4_text": ModelFamily(logits=_CAPPED, sglang=_UNTRIED),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

@@ -49,21 +49,23 @@ class Decoder:
     has_head_norms: bool  # of queries and keys, after their projections
     vocabulary: int
     can_be_fused: bool = False  # whether `model/fused.py` has its layers
-    attending_layers: int | None = None  # those with keys and values; None: all
+    cached_width: int | None = None  # of a token's keys in all layers; None: those of every layer
     conv_elements: int = 0  # all that recurrent layers remember of a sequence, in the compute dtype
     state_elements: int = 0  # the same, in float32
 
     @property
     def key_value_width(self) -> int:
         """Elements of one token's keys and values in all layers."""
-        return 2 * (self.num_layers if self.attending_layers is None else self.attending_layers) * self.key_width
+        return 2 * (self.num_layers * self.key_width if self.cached_width is None else self.cached_width)
 
     def split(self, num_ranks: int) -> Decoder:
         """Return one rank's part under tensor parallelism: heads and the MLP are divided, hidden states are not."""
+        key_width = max(self.head_width, self.key_width // num_ranks)
         return dataclasses.replace(
             self,
             query_width=self.query_width // num_ranks,
-            key_width=max(self.head_width, self.key_width // num_ranks),
+            key_width=key_width,
+            cached_width=None if self.cached_width is None else self.cached_width * key_width // self.key_width,
             query_heads=math.ceil(self.query_heads / num_ranks),
             mlp_width=self.mlp_width // num_ranks,
         )

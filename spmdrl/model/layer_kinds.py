@@ -28,6 +28,23 @@ def attending_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(_kinds(config)) if kind not in RECURRENT_KINDS | OTHER_KINDS]
 
 
+def cached_heads(config: Any) -> dict[int, tuple[int, int]]:
+    """Map each layer that attends to (number of key heads, their size); its values have heads of this size too.
+
+    Latent attention (MLA) is counted as it computes: a key and a value for each query head.
+    """
+    return {layer: _key_heads(config, layer) for layer in attending_layers(config)}
+
+
+def _key_heads(config: Any, layer: int) -> tuple[int, int]:
+    if getattr(config, "kv_lora_rank", None):
+        return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def remembered_elements(config: Any) -> tuple[int, int]:
     """Count what all recurrent layers remember of one sequence: (inputs of convolutions, elements of states)."""
     layers, family = len(recurrent_layers(config)), family_of(config)

@@ -35,6 +35,7 @@ from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems, is_for_ring_attention
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
+from spmdrl.model.layer_kinds import cached_heads
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.lora.quantized import QuantizedLinear, quantized_weights
 from spmdrl.model.operators import operators_of
@@ -118,9 +119,9 @@ def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: Paral
         text = model_config.get_text_config()
         yield from recurrent_context_problems(text, parallel.cp)
         heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        heads, kv_heads = (max(1, number // parallel.tp) for number in (heads, kv_heads))  # on each rank
-        yield from context_problems(heads, kv_heads, parallel.cp, parallel.cp_style)
+        for of_keys in sorted({number for number, _ in cached_heads(text).values()}):
+            on_rank = [max(1, number // parallel.tp) for number in (heads, of_keys)]
+            yield from context_problems(on_rank[0], on_rank[1], parallel.cp, parallel.cp_style)
 
 
 def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:

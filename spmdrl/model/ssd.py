@@ -134,8 +134,8 @@ class _Block:
             by_decay_of_chunk[step] = (self.states[step] * after).sum(1, keepdim=True)
             after.mul_(self.of_chunk[step]).add_(by_states[step])
 
-        # What tokens have through states: a token's decay is in what it and later ones read of the state, in what
-        # earlier ones wrote, and in the state that is left.
+        # First through states: a token's decay is in what it and later ones read of the state, in what earlier ones
+        # wrote, and in the state that is left.
         read = self._of_heads(torch.bmm(self.q, self.states).mul_(by_read))
         by_q = torch.bmm(by_read, self.states.transpose(1, 2))
         by_k = torch.bmm(self.writing, by_written.transpose(1, 2))
@@ -144,7 +144,7 @@ class _Block:
         by_decay = running_sums(read.flip(1)).flip(1)
         by_decay[:, 1:] += running_sums(written[:, :-1])
         by_decay += self._of_heads(by_decay_of_chunk.mul_(self.of_chunk))
-        # What tokens of a chunk have from each other.
+        # Then what tokens of a chunk have from each other.
         by_head, value = self._narrow(by_out), self._narrow(self.v)
         by_attention = torch.bmm(by_head, value.transpose(1, 2))
         by_v += self._wide(torch.bmm(self.attention.transpose(1, 2), by_head))

@@ -15,6 +15,12 @@ from spmdrl.model.trunk import Trunk
 # A setting by which families cap attention scores; others have it and never use it.
 _CAP = "attn_logit_softcapping"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_REASONS = {
+    "indexed_attention": "where an indexer chooses the tokens that are seen: no kernel here takes its choice, and a "
+    "policy's loss would not train it; train a model whose layers see all tokens, such as DeepSeek V3 or GLM-4.7-Flash",
+    "heavily_compressed_attention": "which see summaries of several tokens: in packed sequences, these would mix those "
+    "of neighbours; train a model whose layers see tokens themselves, such as DeepSeek V3",
+}
 _KERNELS_WITH_SINKS = {"auto", "varlen", "sdpa"}  # and with blocks whose tokens see each other
 
 
@@ -29,15 +35,16 @@ def refusal_of_config(config: Any) -> str | None:
         )
         more = "hears sounds" if _hears(config) else "is a model of more than text"
         return f"{config.model_type} {more}, and can be trained here only on text; {way_out}"
-    try:
-        getattr(text, "head_dim", None)
-    except RuntimeError:  # transformers raises where layers differ
-        return f"{config.model_type} has layers whose heads differ in size, which is not supported"
     if quantization := getattr(config, "quantization_config", None):
         method = getattr(quantization, "quant_method", None) or dict(quantization).get("quant_method", "an unknown way")
         return (
             f"its weights are quantized ({method}), and quantized weights cannot be trained; "
             "save the model dequantized, as docs/models.md shows, and train that"
+        )
+    if number := getattr(text, "zero_expert_num", None):
+        return (
+            f"{config.model_type} has zero_expert_num = {number} experts that compute nothing, with which training on "
+            "two ranks ended in a crash; train a model without them"
         )
     if (cap := getattr(text, _CAP, None)) and not family_of(config).caps_scores:
         return f"{config.model_type} with {_CAP} = {cap} is not supported"
@@ -63,7 +70,8 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
     num_layers = getattr(text, "num_hidden_layers", None)
     layers = list(getattr(text, "layer_types", None) or ())[:num_layers]
     if unknown := set(layers) - _ATTENTION_LAYERS - RECURRENT_KINDS - BOTH_KINDS - OTHER_KINDS:
-        return f"{name} has layers of type {', '.join(sorted(unknown))}, which are not supported"
+        reason = next((_REASONS[kind] for kind in sorted(unknown) if kind in _REASONS), "which are not supported")
+        return f"{name} has layers of type {', '.join(sorted(unknown))}, {reason}"
     num_recurrent = sum(kind in RECURRENT_KINDS | BOTH_KINDS for kind in layers)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
         return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"

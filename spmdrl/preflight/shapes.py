@@ -17,7 +17,7 @@ from spmdrl.families import vision_family
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
-from spmdrl.model.layer_kinds import attending_layers, remembered_elements
+from spmdrl.model.layer_kinds import cached_heads, remembered_elements
 from spmdrl.model.load import parameter_shapes
 from spmdrl.model.split import decoder_plan
 from spmdrl.types import UserError
@@ -50,7 +50,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     """
     text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    chosen = _experts_per_token(text) or 1
     parameters = 0
     for name, shape in shapes.items():
         is_product = ".embed" not in name or model_config.tie_word_embeddings  # a tied one is also the head
@@ -60,8 +60,13 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
         matmul_parameters=parameters,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=max(size for _, size in cached_heads(text).values()),
     )
+
+
+def _experts_per_token(text: Any) -> int:
+    names = ("num_experts_per_tok", "top_k_experts")
+    return next(filter(None, (getattr(text, name, None) for name in names)), 0)
 
 
 # The sizes of models as their makers publish them, so that a run can be planned before anything is downloaded.
@@ -151,10 +156,11 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     in_tower = tower_names(config, shapes)
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or hidden // heads
+    cached = cached_heads(config)
+    head_width = max(size for _, size in cached.values())
     widths = (getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size"))
     mlp_width = next(filter(None, widths), 4 * hidden)
-    experts_per_token = (getattr(config, "num_experts_per_tok", None) or 0) if expert_names(shapes) else 0
+    experts_per_token = _experts_per_token(config) if expert_names(shapes) else 0
     expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
     conv_elements, state_elements = remembered_elements(config)
     first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
@@ -162,7 +168,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         num_layers=config.num_hidden_layers,
         hidden=hidden,
         query_width=heads * head_width,
-        key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        key_width=max(number * size for number, size in cached.values()),
         query_heads=heads,
         head_width=head_width,
         mlp_width=expert_width * experts_per_token or mlp_width,
@@ -171,7 +177,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
         can_be_fused=has_fused_layers(config),
-        attending_layers=len(attending_layers(config)),
+        cached_width=sum(number * size for number, size in cached.values()),
         conv_elements=conv_elements,
         state_elements=state_elements,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,10 @@ GATED_DELTA_NET = {
 
 
 _ROUTED = EXPERTS | {"n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_ALL_NAMES = _ROUTED | {"num_local_experts": 5}
 _FIRST_DENSE = _ROUTED | {"first_k_dense_replace": 1}
-_PLAIN = "apertus arcee ernie4_5 gemma glm4 hunyuan_v1_dense ministral olmo olmo2 phi seed_oss smollm3 starcoder2"
+_PLAIN = "apertus arcee ernie4_5 gemma glm glm4 hunyuan_v1_dense jais2 ministral ministral3 olmo olmo2 phi seed_oss"
+_PLAIN += " smollm3 starcoder2"
 # Of Granite 3.1 8B, as released.
 _GRANITE = {
     "attention_multiplier": 0.0078125,
@@ -179,26 +182,86 @@ _NEMOTRON_H = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 24,
 }
+# Of Gemma 4, as released: heads of two sizes, layers that share keys and values, inputs of each layer's own.
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+# Of latent attention: YaRN as DeepSeek's, and queries with a rank of their own.
+_LATENT = _ROUTED | {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "head_dim": 4,  # that of the rotary embedding
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 # Families without a test of their own, and what their configs call experts and windows.
 OTHERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in _PLAIN.split()},
+    "afmoe": _ALL_NAMES | SLIDING,
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.0625, "head_dim": 8},  # SGLang takes the size of heads from the width
     "cohere2": SLIDING | {"logit_scale": 0.25},
+    "cohere2_moe": _ALL_NAMES | SLIDING | {"logit_scale": 0.25},
+    "deepseek_v2": _LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
     "dots1": _FIRST_DENSE,
     "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
     "exaone4": SLIDING,
+    "exaone_moe": _ALL_NAMES | SLIDING,
     "falcon_h1": _MAMBA2 | _FALCON_H1 | {"head_dim": 8},
     "flex_olmo": EXPERTS,
     # As released, but for its cap of scores, which small random weights would not reach.
     "gemma2": SLIDING | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    "gemma4_text": _GEMMA4,
+    # Of 26B-A4B: experts, and keys that are values in layers with fewer of them.
+    "gemma4_text with experts": _GEMMA4
+    | EXPERTS
+    | {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+    },
     "glm4_moe": _FIRST_DENSE,
+    "glm4_moe_lite": _LATENT,
     "granite": _GRANITE,
     "granitemoe": _GRANITE | EXPERTS | {"num_local_experts": 5},
     "granitemoehybrid": _GRANITE | _GRANITE_HYBRID | {"num_local_experts": 5},
+    "granitemoehybrid without experts": _GRANITE
+    | _GRANITE_HYBRID
+    | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "granitemoeshared": _GRANITE | _ALL_NAMES | {"shared_intermediate_size": 24},
+    "helium": {"head_dim": 8},
+    "hy_v3": _ALL_NAMES,
     "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
+    "laguna": _ALL_NAMES | SLIDING,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8, "head_dim": 8},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "head_dim": 8},
+    "mimo_v2_flash": _ALL_NAMES | SLIDING | {"head_dim": 24, "v_head_dim": 16},
+    "minicpm3": _LATENT | {"dim_model_base": 16},
     "minimax_m2": EXPERTS | {"num_local_experts": 5},
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "nanochat": {"final_logit_softcapping": 15.0},
@@ -206,13 +269,23 @@ OTHERS: dict[str, dict[str, Any]] = {
     "nemotron_h": _NEMOTRON_H | {"moe_latent_size": 16},
     "olmo3": SLIDING,
     "phi3": longrope(20, num_factors=4) | {"head_dim": 8, "original_max_position_embeddings": 20},
+    "solar_open": _ALL_NAMES,
+    "vaultgemma": SLIDING | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    "youtu": _LATENT,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
 }
 
 
-def save_other(model_type: str, path: Path, *, seed: int = 0, **changes: Any) -> str:
+def save_other(name: str, path: Path, *, seed: int = 0, **changes: Any) -> str:
     """A random model of one of the `OTHERS`."""
-    return save_model(path, AutoConfig.for_model(model_type, **(SIZES | OTHERS[model_type] | changes)), seed=seed)
+    return save_model(path, config_of(name, **changes), seed=seed)
+
+
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of one of the `OTHERS`, whose names begin with the model's type."""
+    settings = copy.deepcopy(SIZES | OTHERS[name] | changes)  # some configs change what they are given
+    config: PreTrainedConfig = AutoConfig.for_model(name.split()[0], **settings)
+    return config
 
 
 def save_qwen2(path: Path, *, seed: int = 0, **changes: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Zamba2Config
+from transformers import AutoModelForCausalLM, Zamba2Config
 
 from spmdrl.config import ParallelConfig
 from spmdrl.model import ssd
@@ -19,7 +19,7 @@ from spmdrl.model.recurrent import packed_layers
 from spmdrl.model.ssd import state_space_rule
 from spmdrl.types import UserError
 from tests.helpers.configs import model_config
-from tests.helpers.models import OTHERS, SIZES, save_other
+from tests.helpers.models import SIZES, config_of, save_other
 
 SEQLENS = [5, 1, 64, 65, 200, 33, 7, 7, 130, 2, 1, 16, 17]
 FAMILIES = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h")
@@ -80,7 +80,7 @@ class States:
 def pair(family: str) -> tuple[nn.Module, nn.Module]:
     """transformers' recurrent layer with random parameters, and the same layer for packed sequences."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | OTHERS[family])))
+    model = AutoModelForCausalLM.from_config(config_of(family))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

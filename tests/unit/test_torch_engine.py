@@ -18,6 +18,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
 from spmdrl.engine.torch.scheduler import CachedPrefix, Prefix, PrefixCache
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
+from spmdrl.model.layer_kinds import recurrent_layers
 from spmdrl.model.layers import set_classes
 from spmdrl.model.recurrent import packed_layers
 from spmdrl.preflight.shapes import decoder_of
@@ -381,9 +382,9 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
     assert not short.begins(prefix(2, 3, 4, 5, images=(image,)))
 
     def row_of(*token_ids: int, version: int = 1) -> CachedPrefix:
-        keys, values = torch.empty(2, 1, 1, len(token_ids), 2)
+        keys, values = torch.empty(2, 1, len(token_ids), 2)
         states = {0: (torch.empty(1, 2), torch.empty(1, 3))}  # 20 bytes
-        return CachedPrefix(prefix(*token_ids, version=version), RowContents((keys, values), states))
+        return CachedPrefix(prefix(*token_ids, version=version), RowContents({1: (keys, values)}, states))
 
     rows = [row_of(*range(2, end)) for end in (4, 6, 8, 5)]
     assert [row.contents.num_bytes for row in rows] == [20 + 16 * n for n in (2, 4, 6, 3)]
@@ -405,10 +406,10 @@ def test_the_planner_counts_what_the_cache_holds(model) -> None:
     decoder = decoder_of(model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()})
     cache = engine.runner.cache
     assert cache is not None
-    keys_values = cache._keys_values._keys.nbytes + cache._keys_values._values.nbytes
+    keys_values = sum(cells.nbytes for of_layer in cache._keys_values._of_layers.values() for cells in of_layer)
     assert keys_values == 4 * 8 * decoder.key_value_width * 4
     layers = cache._states._of_layers
-    assert len(layers) == decoder.num_layers - decoder.attending_layers
+    assert [*layers] == recurrent_layers(model.config)
     for elements, number in ((decoder.conv_elements, 0), (decoder.state_elements, 1)):
         assert sum(cells[number].nbytes for cells in layers.values()) == 3 * elements * 4
 

@@ -32,12 +32,6 @@ def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iter
     if not is_hybrid(model_config):
         return
     model_config = model_config.get_text_config()
-    if family_of(model_config).has_other_states:
-        yield (
-            f'model.path = "{cfg.model.path}" has recurrent layers of {model_config.model_type}, which were not tried '
-            'with SGLang; set rollout.engine = "torch"'
-        )
-        return
     if device_type == "cpu":
         yield (
             f'model.path = "{cfg.model.path}" has gated delta nets, for which SGLang has no kernels on a CPU; set '

@@ -33,6 +33,7 @@ from spmdrl.engine.sglang.models import (
 from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
+from spmdrl.families import family_of
 from spmdrl.model.exact import sglang_kernels
 from spmdrl.model.load import compute_dtype
 from spmdrl.types import UserError
@@ -102,6 +103,12 @@ def sglang_problems(
     """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang
     cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
+    if not family_of(model_config.get_text_config()).sglang.is_tried:
+        yield (
+            f'model.path = "{cfg.model.path}" is a {model_config.model_type}, which was not tried with SGLang: nothing '
+            'says that it computes what the trainer does; set rollout.engine = "torch"'
+        )
+        return
     if device_type == "cuda" and (problem := kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks

@@ -23,7 +23,7 @@ from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
 from spmdrl.model.capped import cap_scores
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
-from spmdrl.model.layer_kinds import attending_layers
+from spmdrl.model.layer_kinds import cached_heads
 from spmdrl.model.recurrent import LayerStates
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.types import UserError
@@ -48,8 +48,8 @@ class RowContents:
     @property
     def num_bytes(self) -> int:
         """Its memory."""
-        tensors = [*self.keys_values, *(tensor for of_layer in self.states.values() for tensor in of_layer)]
-        return sum(tensor.nbytes for tensor in tensors)
+        of_layers = (*self.keys_values.values(), *self.states.values())
+        return sum(tensor.nbytes for of_layer in of_layers for tensor in of_layer)
 
 
 class RowCache:
@@ -138,43 +138,25 @@ class RowCache:
 
 
 AttendToCache = Callable[..., Tensor]  # as `attend_to_cache`
-KeysValues = tuple[Tensor, Tensor]  # of one row, as `KVCache.contents`
-
-
-def cannot_sample(model_config: Any, but: str) -> str:
-    return (
-        f'rollout.engine = "torch" cannot sample from {model_config.model_type}: its cache holds keys and values, {but}'
-        '; set it to "sglang", or train with spmdrl.sft, which needs no engine'
-    )
-
-
-def _cell_sizes(config: Any) -> tuple[list[int], int, int]:
-    """The layers that attend, and their key heads and the width of these."""
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return attending_layers(config), num_heads, head_dim
+KeysValues = dict[int, tuple[Tensor, Tensor]]  # of one row, by layer: [K, T, D] each for its T tokens
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """The memory of a token's keys and values, in all layers."""
-    layers, num_heads, head_dim = _cell_sizes(config)
-    return 2 * len(layers) * num_heads * head_dim * dtype.itemsize
+    return 2 * sum(heads * size for heads, size in cached_heads(config).values()) * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of the running rows, for each layer that attends [rows, K, capacity, D].
+    """Keys and values of the running rows, by layer: [rows, K, capacity, D] each, of the size that the layer has.
 
-    Rows 0 to n - 1 are in use.
+    Rows 0 to n - 1 are in use. A layer's memory is there once it has stored something.
     """
 
     def __init__(self, config: Any, num_rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        layers, num_heads, head_dim = _cell_sizes(config)
-        shape = (len(layers), num_rows, num_heads, capacity, head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
-        self._places = {layer: place for place, layer in enumerate(layers)}  # of layers, in keys and values
+        self._model_type, self._device, self._dtype = config.model_type, device, dtype
+        self._num_rows, self._capacity = num_rows, capacity
+        self._of_layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: list[int] = []
-        self._config = config
         self._stored: set[int] = set()  # layers that have stored the keys and values of the current forward pass
 
     @property
@@ -189,28 +171,28 @@ class KVCache:
 
     def grow(self, num_rows: int, capacity: int) -> None:
         """Make room for `num_rows` rows of `capacity` tokens, and keep the contents of the rows in use."""
-        layers, old_rows, num_heads, old_capacity, head_dim = self._keys.shape
-        shape = (layers, max(num_rows, old_rows), num_heads, max(capacity, old_capacity), head_dim)
+        self._num_rows, self._capacity = max(num_rows, self._num_rows), max(capacity, self._capacity)
         used, longest = len(self._lengths), self.longest
-        self._keys = self._moved(self._keys, shape, used, longest)
-        self._values = self._moved(self._values, shape, used, longest)
+        for layer, of_layer in self._of_layers.items():
+            keys, values = (self._empty(cells.shape[1], cells.shape[3]) for cells in of_layer)
+            for larger, cells in zip((keys, values), of_layer, strict=True):
+                larger[:used, :, :longest] = cells[:used, :, :longest]
+            self._of_layers[layer] = keys, values
 
-    @staticmethod
-    def _moved(cells: Tensor, shape: tuple[int, ...], used: int, longest: int) -> Tensor:
-        larger = cells.new_zeros(shape)
-        larger[:, :used, :, :longest] = cells[:, :used, :, :longest]
-        return larger
+    def _empty(self, num_heads: int, head_dim: int) -> Tensor:
+        shape = (self._num_rows, num_heads, self._capacity, head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def fits(self, num_rows: int, capacity: int) -> bool:
         """Return True when `num_rows` rows of `capacity` tokens fit."""
-        return self._keys.shape[1] >= num_rows and self._keys.shape[3] >= capacity
+        return self._num_rows >= num_rows and self._capacity >= capacity
 
     def begin_prefill(self, packed: Attend, *, starts: list[int], sequences: list[int], first_row: int) -> Attend:
         """Return an `attend` that runs `packed` and stores its keys and values.
 
         Row first_row + i takes those of packed sequence sequences[i], the tokens from starts[s] to starts[s + 1].
         """
-        device = self._keys.device
+        device = self._device
         tokens, rows, places = [], [], []
         for row, sequence in enumerate(sequences, start=first_row):
             tokens.append(torch.arange(starts[sequence], starts[sequence + 1], device=device))
@@ -222,7 +204,7 @@ class KVCache:
         self._lengths += [starts[sequence + 1] - starts[sequence] for sequence in sequences]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
-            keys, values = self.cells(layer.index, _size(key), _size(value))
+            keys, values = self.cells(layer.index, _size(key))
             keys[row_index, :, place_index] = key[0].transpose(0, 1)[token_index]
             values[row_index, :, place_index] = value[0].transpose(0, 1)[token_index]
             return packed(query, key, value, layer)
@@ -234,13 +216,14 @@ class KVCache:
     ) -> tuple[PrefillExtend, Tensor]:
         """Copy cached[i] into row first_row + i; return an `attend` for seqlens[i] tokens that follow, and the places
         [T] int64 of those tokens in their sequences."""
-        device = self._keys.device
-        prefix_lens = [keys.shape[2] for keys, _ in cached]
+        device = self._device
+        prefix_lens = [next(iter(contents.values()))[0].shape[1] for contents in cached]
         del self._lengths[first_row:]
         self._lengths += [before + length for before, length in zip(prefix_lens, seqlens, strict=True)]
         for row, (contents, before) in enumerate(zip(cached, prefix_lens, strict=True), start=first_row):
-            for cells, of_prefix in zip((self._keys, self._values), contents, strict=True):
-                cells[:, row, :, :before] = of_prefix
+            for layer, of_prefix in contents.items():
+                for cells, copied in zip(self._of_layers[layer], of_prefix, strict=True):
+                    cells[row, :, :before] = copied
         self._stored.clear()
         ends = zip(prefix_lens, self._lengths[first_row:], strict=True)
         places = torch.cat([torch.arange(before, end, device=device) for before, end in ends])
@@ -260,16 +243,21 @@ class KVCache:
 
     def row_bytes(self, row: int) -> int:
         """The memory of a row's keys and values."""
-        return self._lengths[row] * bytes_per_token(self._config, self._keys.dtype)
+        return self._lengths[row] * sum(
+            cells.shape[1] * cells.shape[3] * cells.itemsize for of in self._of_layers.values() for cells in of
+        )
 
     def contents(self, row: int) -> KeysValues:
-        """Copy the keys and values of a row, of all layers: [layers, K, T, D] each for its T tokens."""
-        keys, values = (cells[:, row, :, : self._lengths[row]].clone() for cells in (self._keys, self._values))
-        return keys, values
+        """Copy the keys and values of a row."""
+        end = self._lengths[row]
+        return {
+            layer: (keys[row, :, :end].clone(), values[row, :, :end].clone())
+            for layer, (keys, values) in self._of_layers.items()
+        }
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[DecodeTokens, Tensor]:
         """Return an `attend` for one new token per row, and the positions [n] int64 of those tokens."""
-        device, num_rows = self._keys.device, len(self._lengths)
+        device, num_rows = self._device, len(self._lengths)
         positions = torch.tensor(self._lengths, dtype=torch.int64, device=device)
         shortest, longest = min(self._lengths) + 1, max(self._lengths) + 1
         # Where the new tokens go: a plain slice when all rows have the same length, which is much cheaper.
@@ -280,27 +268,29 @@ class KVCache:
         seen = SeenKeys(lengths=positions + 1, shortest=shortest, longest=longest)
         return DecodeTokens(seen, places, self.cells, attend_to_cache), positions
 
-    def cells(self, layer: int, *sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return where a layer stores keys and values of `sizes` (K, D): two views [rows, K, capacity, D].
+    def cells(self, layer: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return where a layer stores keys and values of `size` (K, D): two tensors [rows, K, capacity, D].
 
-        Raises UserError when it stores them more than once, or those of another size.
+        Raises UserError when it stores them more than once in a forward pass.
         """
         if layer in self._stored:
             raise UserError(
-                cannot_sample(self._config, "once for each layer, and this model's layers attend more than once")
+                f'rollout.engine = "torch" cannot sample from {self._model_type}: its cache holds keys and values once '
+                'for each layer, and this model\'s layers attend more than once; set it to "sglang", or train with '
+                "spmdrl.sft, which needs no engine"
             )
-        if any(size != (self._keys.shape[2], self._keys.shape[4]) for size in sizes):
-            raise UserError(cannot_sample(self._config, "all of one size, and this model has several sizes"))
         self._stored.add(layer)
-        place = self._places[layer]
-        return self._keys[place], self._values[place]
+        if layer not in self._of_layers:
+            self._of_layers[layer] = self._empty(*size), self._empty(*size)
+        return self._of_layers[layer]
 
+    @torch.inference_mode()
     def compact(self, rows: list[int], holes: Tensor, movers: Tensor) -> None:
         """Make row i what row rows[i] was; rows `movers` move to `holes`, both [h] int64."""
         if len(holes):
             longest = max(self._lengths)
-            for cells in (self._keys, self._values):
-                cells[:, holes, :, :longest] = cells[:, movers, :, :longest]
+            for cells in (cells for of_layer in self._of_layers.values() for cells in of_layer):
+                cells[holes, :, :longest] = cells[movers, :, :longest]
         self._lengths = [self._lengths[row] for row in rows]
 
 
@@ -318,7 +308,7 @@ class PrefillExtend:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         """Serve as an `Attend`: query [1, H, T, D], key and value [1, K, T, D] give [1, T, H, D]."""
-        keys, values = self.cells(layer.index, _size(key), _size(value))
+        keys, values = self.cells(layer.index, _size(key))
         for of_layer, new in ((keys, key), (values, value)):
             of_layer[self.places] = new[0].transpose(0, 1)
         q = query[0].transpose(0, 1)
@@ -348,7 +338,7 @@ class DecodeTokens:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         """Serve as an `Attend`: query [1, H, n, D], key and value [1, K, n, D] give [1, n, H, D]."""
-        whole = self.cells(layer.index, _size(key), _size(value))
+        whole = self.cells(layer.index, _size(key))
         for of_layer, new in zip(whole, (key, value), strict=True):
             of_layer[self.places] = new[0].transpose(0, 1)
         keys, values = (of_layer[: query.shape[2], :, : self.seen.longest] for of_layer in whole)  # [n, K, L, D]
@@ -356,7 +346,7 @@ class DecodeTokens:
 
 
 def _size(heads: Tensor) -> tuple[int, int]:
-    """(K, D) of keys or values [1, K, T, D]."""
+    """(K, D) of keys [1, K, T, D], and of values: narrower ones have been padded."""
     return heads.shape[1], heads.shape[3]
 
 

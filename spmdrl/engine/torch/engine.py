@@ -28,7 +28,7 @@ from spmdrl.config.engines import ENGINES
 from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.protocol import AdapterRefs, RolloutEngine
 from spmdrl.engine.remote import RemoteEngine
-from spmdrl.engine.torch.cache import bytes_per_token, cannot_sample
+from spmdrl.engine.torch.cache import bytes_per_token
 from spmdrl.engine.torch.runner import ModelRunner
 from spmdrl.engine.torch.scheduler import ASK_AGAIN_TOKENS, CachedPrefix, PrefixCache, RequestState, Scheduler
 from spmdrl.model.attention import Kernel
@@ -43,13 +43,6 @@ from spmdrl.refit.gather import copy_all
 from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import Request, Response, UserError
-
-
-def model_problems(model_config: Any) -> Iterator[str]:
-    """Yield a sentence when this engine cannot sample from such a model."""
-    text = model_config.get_text_config()
-    if getattr(text, "kv_lora_rank", None) or getattr(text, "global_head_dim", None):
-        yield cannot_sample(model_config, "all of one size, and this model has several sizes")
 
 
 class TorchEngine(RolloutEngine):
@@ -73,9 +66,7 @@ class TorchEngine(RolloutEngine):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
         images in requests, of which the model's tower encodes `max_patches` in one pass. Besides the rows of running
         requests the engine caches those of finished ones, in at most as much memory as the keys and values of
-        `max_cached_tokens` tokens take. Raises UserError when it cannot sample from such a model."""
-        for problem in model_problems(model_config):
-            raise UserError(problem)
+        `max_cached_tokens` tokens take."""
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = model_class(own_config).from_config(
@@ -100,7 +91,7 @@ class TorchEngine(RolloutEngine):
 
     @classmethod
     def problems(cls, cfg: Config, model_config: Any, *_: Any, **__: Any) -> Iterator[str]:
-        yield from model_problems(model_config)
+        return iter(())  # a model that attends twice in a layer is refused when it does
 
     @classmethod
     def start(cls, run: Launch[Config]) -> RolloutEngine:
