@@ -105,9 +105,7 @@ class Run(Generic[SettingsT]):
         """Load what the run trains: its policy, or a reward model. Every rank that trains must call this."""
         cfg = self.cfg
         if isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model:
-            return load_reward_model(
-                cfg.model, self.meshes.model, role="trained", seed=cfg.run.seed, kernel=self.kernel
-            )
+            return load_reward_model(cfg.model, self.meshes.model, seed=cfg.run.seed, kernel=self.kernel)
         return self.load_policy()
 
     def load_frozen(self, policy: PackedModel) -> dict[str, FrozenModel]:

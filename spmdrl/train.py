@@ -53,6 +53,7 @@ from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
+from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
 from spmdrl.step.teachers import Beside
 from spmdrl.types import Prompt
@@ -67,6 +68,7 @@ def train(run: Launch[Config]) -> None:
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
         beside = Beside(policy, run.load_frozen(policy), cfg.distill)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
+        scorers = Scorers(run)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
     recorder = start_recorder(run, learners)
@@ -78,7 +80,16 @@ def train(run: Launch[Config]) -> None:
     handover = start_handover(run, trainer, engine, refit)
     sampler = start_sampler(run, engine, handover.restarts)
     images = start_images(run, policy)
-    steps = Steps(run, policy, saver, handover, sampler, warn=cfg.mismatch.warn, success_at=cfg.success_at)
+    steps = Steps(
+        run,
+        policy,
+        saver,
+        handover,
+        sampler,
+        warn=cfg.mismatch.warn,
+        success_at=cfg.success_at,
+        complete=scorers.complete,
+    )
 
     steps.announce()
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
@@ -87,6 +98,7 @@ def train(run: Launch[Config]) -> None:
             with report.span("rollout"), handover.rollout():
                 collected = sampler.collect(step)
             with steps.phase("reward"):  # a vote, then the phase: all ranks stop here if one was asked to
+                collected = collected.with_pending(scorers.complete(collected.pending))
                 rewarded = shape_rewards(run.rewards.collect(collected.pending), collected.index_of, cfg)
             recorder.save_rollouts(step, collected)
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
@@ -130,6 +142,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         *inputs.prompts.remarks(),
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
+        *(["the scores of reward models come on top; only a run computes them"] if cfg.reward.model_terms else []),
         *success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
@@ -140,6 +153,8 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
 
 def success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
     """Yield a warning where the reference answer earns something other than what `eval/accuracy` counts as right."""
+    if cfg.reward.model_terms:
+        return
     if cfg.eval is not None and prompt.answer and reward > 0 and not math.isclose(reward, cfg.success_at):
         yield (
             f"warning: eval/accuracy counts a reward of {cfg.success_at:g} or more as right, and the reference answer "

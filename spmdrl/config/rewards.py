@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from spmdrl.config.base import (
     Count,
     NonNegative,
     NonNegativeInt,
+    PathText,
     Positive,
     SandboxConfig,
     Seconds,
@@ -73,8 +75,24 @@ class CodeReward(Section):
     """Factor of this term in the reward."""
 
 
+class ModelReward(Section):
+    kind: Literal["model"]
+    """The score that a reward model gives to prompt and response: a classifier of sequences with one label. See
+    `docs/preferences.md`."""
+    path: PathText
+    """Directory of the reward model with its tokenizer, relative to the working directory; or its name on a hub."""
+    template: str = "chat"
+    """The text that it scores, at its last token: `chat`, the conversation as its tokenizer's chat template writes it;
+    `pairs`, prompt, response and end-of-sequence token, as `spmdrl.pairs` trains; or a text with `{prompt}` and
+    `{response}`, in which control tokens may be spelt."""
+    label: NonNegativeInt | None = None
+    """The label whose score counts, from 0, of a model with several."""
+    weight: Coefficient = 1.0
+    """Factor of this term in the reward."""
+
+
 RewardTerm = Annotated[
-    ExactReward | MathReward | ReasoningGymReward | FunctionReward | EnvironmentReward | CodeReward,
+    ExactReward | MathReward | ReasoningGymReward | FunctionReward | EnvironmentReward | CodeReward | ModelReward,
     Field(discriminator="kind"),
 ]
 
@@ -103,6 +121,18 @@ class RewardConfig(Section):
     """`kl_coef` only: adapt it to this mean divergence per response token. Unset: it is fixed."""
     kl_horizon: Count | None = None
     """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
+
+    @property
+    def model_terms(self) -> dict[int, ModelReward]:
+        """The terms that are scores of reward models, by their places in `terms`."""
+        return {place: term for place, term in enumerate(self.terms) if isinstance(term, ModelReward)}
+
+    @property
+    def in_processes(self) -> RewardConfig:
+        """The same rewards without `model_terms`: those that worker processes compute."""
+        return self.model_copy(
+            update={"terms": tuple(term for term in self.terms if not isinstance(term, ModelReward))}
+        )
 
     @property
     def turn_weight(self) -> float:
@@ -152,3 +182,22 @@ def tests_end_before_the_reward(reward: RewardConfig) -> Iterator[str]:
 def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
     if reward.terms and not any(term.weight > 0 for term in reward.terms):
         yield "no term has a positive weight, so nothing would be rewarded; give one of terms a weight above 0"
+
+
+@rule(RewardConfig)
+def templates_have_their_fields(reward: RewardConfig) -> Iterator[str]:
+    for place, term in reward.model_terms.items():
+        if term.template not in ("chat", "pairs"):
+            yield from _template_problems(f"terms.{place}.template = {term.template!r}", term.template)
+
+
+def _template_problems(setting: str, template: str) -> Iterator[str]:
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        yield f"{setting} is no format: {error}; spell a brace as two"
+        return
+    if missing := [name for name in ("prompt", "response") if name not in fields]:
+        yield f"{setting} has no {{{missing[0]}}}, which the reward model would not see; add it"
+    if unknown := sorted(fields - {"prompt", "response"}):
+        yield f"{setting} has {{{unknown[0]}}}; it can use {{prompt}} and {{response}}"

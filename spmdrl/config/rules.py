@@ -289,6 +289,28 @@ def budget_holds_a_sequence(cfg: Config | TuningConfig) -> Iterator[str]:
         )
 
 
+@rule(Config)
+def reward_models_score_finished_groups(cfg: Config) -> Iterator[str]:
+    if not cfg.reward.model_terms:
+        return
+    name = f"reward.terms.{next(iter(cfg.reward.model_terms))}"
+    if cfg.environment is not None:
+        yield (
+            f'{name}.kind = "model" scores one response to a prompt, and [environment] makes conversations; remove one '
+            "of them"
+        )
+    if cfg.rollout.dynamic_sampling:
+        yield (
+            f'{name}.kind = "model" scores when a step has its groups, and rollout.dynamic_sampling = true chooses '
+            "them by their rewards before; set it to false"
+        )
+    if cfg.eval is not None and cfg.eval.success_at is None:
+        yield (
+            f'{name}.kind = "model" has no full marks by which eval/accuracy could count; set eval.success_at to the '
+            "reward from which a response is right"
+        )
+
+
 @rule(PreferencesConfig)
 def micro_batches_hold_pairs(cfg: PreferencesConfig) -> Iterator[str]:
     number = cfg.pack.sequences_per_micro_batch

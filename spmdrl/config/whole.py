@@ -132,6 +132,10 @@ class Config(Section):
         """`[model]` for the critic: the same settings, with its own path."""
         return self.model.model_copy(update={"path": self.critic.path or self.model.path})
 
+    def scorer_model(self, place: int) -> ModelConfig:
+        """`[model]` for the reward model of the term at this place: the same settings, with its own path."""
+        return self.model.model_copy(update={"path": self.reward.model_terms[place].path, "freeze": None})
+
     @property
     def critic_optim(self) -> OptimConfig:
         """`[optim]` for the critic: the same settings, except those that `[critic]` sets."""

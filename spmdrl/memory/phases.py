@@ -171,7 +171,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     needs_old = needs_old_logprobs(
         cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, penalizes_divergence=cfg.penalizes_divergence
     )
-    if needs_old or cfg.frozen_models or rank.critic:
+    if needs_old or cfg.frozen_models or rank.frozen or rank.critic:
         yield with_engine(_logprobs_phase(cfg, rank, alone), awake, engine_bytes=plan.engine_keeps)
     for phase in training:
         yield with_engine(phase, awake, engine_bytes=plan.engine_keeps)

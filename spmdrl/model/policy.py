@@ -397,14 +397,14 @@ class Policy(PackedModel):
 
 
 class ValueHead(nn.Module):
-    """A linear map from hidden states to one number, in float32. Its weights start at 0."""
+    """A linear map from hidden states to one number or several, in float32. Its weights start at 0."""
 
-    def __init__(self, hidden_size: int, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, device: torch.device, num_values: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
+        self.weight = nn.Parameter(torch.zeros(num_values, hidden_size, device=device))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden [N, D] to values [N, 1] float32."""
+        """Map hidden [N, D] to values [N, num_values] float32."""
         return F.linear(hidden.float(), self.weight)
 
 
@@ -433,10 +433,23 @@ class Critic(PackedModel):
 class RewardModel(PackedModel):
     """A model that gives a whole sequence one number: its head is a line of weights, at the sequence's last token."""
 
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kernel: Kernel,
+        label: int = 0,
+        context: DeviceMesh | None = None,
+        context_style: Style = "all_gather",
+    ) -> None:
+        """The head is `model.score`; `label` is the line that counts, of a head that has several."""
+        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        self.label = label
+
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Compute scores [T] float32 at the tokens of loss_mask, which are the last of their sequences; 0 elsewhere."""
         chunk = self._chunk(len(micro_batch.token_ids))
         rows = self._on_device(torch.nonzero(micro_batch.loss_mask[chunk]).flatten())
         hidden = self._hidden(micro_batch, chunk)
         score: ValueHead = self.model.score  # where transformers' classifiers have it
-        return self._of_all_tokens(score(hidden[rows]).squeeze(-1), rows, len(hidden))
+        return self._of_all_tokens(score(hidden[rows])[:, self.label], rows, len(hidden))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -14,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from spmdrl.config import ModelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import Role, drop_head, load_packed, model_without_memory
+from spmdrl.model.load import drop_head, load_packed, model_without_memory
 from spmdrl.model.policy import RewardModel, ValueHead
+from spmdrl.types import UserError
 
 HEAD = "score.weight"  # [1, D]
 
@@ -37,36 +40,53 @@ def reward_model_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
         )
 
 
-def load_reward_model(
-    cfg: ModelConfig, meshes: ModelMeshes, *, role: Role, seed: int | None, kernel: Kernel | None = None
-) -> RewardModel:
-    """Load the directory's model as a reward model, sharded like a policy.
+def load_reward_model(cfg: ModelConfig, meshes: ModelMeshes, *, seed: int, kernel: Kernel | None = None) -> RewardModel:
+    """Load the directory's model to be trained as a reward model of one label, sharded like a policy.
 
-    Where it has no head of one label, that one begins at random numbers which follow from `seed`; with None, UserError
-    names the weights that are missing.
+    Where it has no such head, the head begins at random numbers which follow from `seed`.
     """
 
     def build(model: PreTrainedModel, chosen: Kernel) -> RewardModel:
         model.config = _labelled(model.config)
-        return RewardModel(
-            _with_head(model),
-            kernel=chosen,
-            context=meshes.cp if meshes.cp.size() > 1 else None,
-            context_style=meshes.cp_style,
-        )
+        return _reward_model(_with_head(model), chosen, meshes)
 
     def start(model: PreTrainedModel) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(0 if seed is None else seed)
-        text = model.config.get_text_config()
+        generator, text = torch.Generator().manual_seed(seed), model.config.get_text_config()
         return {HEAD: torch.randn(1, text.hidden_size, generator=generator) * text.initializer_range}
 
-    return load_packed(cfg, meshes, build, role=role, kernel=kernel, start=start if seed is not None else None)
+    return load_packed(cfg, meshes, build, role="trained", kernel=kernel, start=start)
 
 
-def _with_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace a model's language head by one of one label, without memory."""
+def load_scorer(cfg: ModelConfig, meshes: ModelMeshes, *, num_labels: int, label: int) -> RewardModel:
+    """Load a directory's reward model to be asked, sharded like a policy and on the host between forward passes."""
+
+    def build(model: PreTrainedModel, chosen: Kernel) -> RewardModel:
+        return _reward_model(_with_head(model, num_labels), chosen, meshes, label=label)
+
+    return load_packed(cfg, meshes, build, role="reference", kernel=None)
+
+
+def num_labels_of(path: str) -> int:
+    """Count the labels of the reward model in a directory. Raises UserError when its weights have no such head."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            if HEAD in weights.keys():  # noqa: SIM118
+                return int(weights.get_slice(HEAD).get_shape()[0])
+    raise UserError(
+        f'model.path = "{path}" is no reward model: its weights have no {HEAD}, the head of a classifier of sequences; '
+        "train one by spmdrl.pairs"
+    )
+
+
+def _reward_model(model: PreTrainedModel, kernel: Kernel, meshes: ModelMeshes, *, label: int = 0) -> RewardModel:
+    context = meshes.cp if meshes.cp.size() > 1 else None
+    return RewardModel(model, kernel=kernel, label=label, context=context, context_style=meshes.cp_style)
+
+
+def _with_head(model: PreTrainedModel, num_labels: int = 1) -> PreTrainedModel:
+    """Replace a model's language head by one of labels, without memory."""
     drop_head(model)
-    model.score = ValueHead(model.config.get_text_config().hidden_size, torch.device("meta"))
+    model.score = ValueHead(model.config.get_text_config().hidden_size, torch.device("meta"), num_labels)
     return model
 
 

@@ -204,7 +204,10 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
 
 
 def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> Iterator[FrozenModelSize]:
-    """Yield the frozen models that are loaded; one from the policy's own directory has its shapes."""
+    """Yield the frozen models that are loaded, reward models last; one from the policy's own directory has its shapes.
+
+    Reward models compute while nothing else does, and need no more than in the phase in which the others do.
+    """
     distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
     for name, settings in cfg.frozen_models.items():
         if settings.path is not None:
@@ -215,6 +218,12 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
                 on_device=settings.rests_on == "device",
                 teaches_vocabulary=name != REFERENCE and distill is not None and distill.over_vocabulary,
             )
+    for name in policy.frozen_models.keys() - cfg.frozen_models.keys():
+        model = policy.frozen_models[name]
+        size = model.size(cfg.parallel, num_training=num_training)
+        yield FrozenModelSize(
+            size=size, decoder=decoder_of(model.config, model.shapes), on_device=False, teaches_vocabulary=False
+        )
 
 
 def _critic(model: Model | None, parallel: ParallelConfig, *, num_training: int) -> tuple[ModelSize, Decoder] | None:

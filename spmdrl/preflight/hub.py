@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import FileSettings, MissingSetting, Section, SectionT
+from spmdrl.config import FileSettings, MissingSetting, ModelReward, Section, SectionT
 from spmdrl.config.strict import shown
 from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
@@ -76,6 +76,15 @@ def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
             name: one.model_copy(update={"path": found(one.path, f"models.{name}.path")})
             for name, one in others.items()
         }
+    reward = _get(cfg, "reward")
+    if any(isinstance(term, ModelReward) for term in _get(reward, "terms") or ()):
+        terms = tuple(
+            term.model_copy(update={"path": found(term.path, f"reward.terms.{place}.path")})
+            if isinstance(term, ModelReward)
+            else term
+            for place, term in enumerate(reward.terms)
+        )
+        changes["reward"] = reward.model_copy(update={"terms": terms})
     return cfg.model_copy(update=changes), problems
 
 

@@ -63,6 +63,7 @@ from spmdrl.model.weight_files import missing_weight_problems, weight_file_probl
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen
+from spmdrl.preflight.reward_models import model_terms, open_reward_model, open_reward_tokenizer, text_problems
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.report.sinks import sink_problems
@@ -110,7 +111,10 @@ def open_inputs(
     plan = found.get(_open_plan, cfg, num_ranks, policy)
     tokenizer = found.get(_open_tokenizer, cfg, policy)
     others = [found.get(open_frozen, *one) for one in (found.get(frozen_directories, cfg) or {}).items()]
-    for model in (policy, critic, *others) if critic and critic.cfg.path != cfg.model.path else (policy, *others):
+    scorers = {place: found.get(open_reward_model, cfg, place) for place in found.get(model_terms, cfg) or ()}
+    readers = {place: found.get(open_reward_tokenizer, model) for place, model in scorers.items()}
+    beside = [*others, *scorers.values()]
+    for model in (policy, critic, *beside) if critic and critic.cfg.path != cfg.model.path else (policy, *beside):
         found.ask(_weight_problems, model)
     found.ask(_adapter_problems, cfg, policy)
     found.ask(_head_problems, policy)
@@ -122,9 +126,12 @@ def open_inputs(
         found.ask(_length_problems, plan, model)
         found.ask(_parallel_problems, cfg, model)
         found.ask(_vocabulary_problems, tokenizer, model)
+    for place, model in scorers.items():
+        found.ask(_parallel_problems, cfg, model)
+        found.ask(_vocabulary_problems, readers[place], model)
     found.ask(_rotary_problems, cfg, plan, policy)
     found.ask(_true_on_policy_problems, cfg, policy)
-    prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic, frozen=list(filter(None, others)))
+    prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic, frozen=list(filter(None, beside)))
     stops = found.get(_stop_tokens, cfg, tokenizer)
     images = found.get(_open_images, cfg, policy, tokenizer)
     found.ask(_engine_problems, cfg, num_ranks, policy, stops=stops)
@@ -135,6 +142,8 @@ def open_inputs(
         held_out = found.get(_open_held_out, cfg, tokenizer, environment, images, answers=answers)
         pairs = found.get(_open_held_out_pairs, cfg, held_out)
         found.ask(_conversation_problems, cfg, tokenizer, stops)
+        for place, reader in readers.items():
+            found.ask(text_problems, cfg, place, reader, prompts)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:
         found.ask(_source_problems, cfg)
@@ -329,7 +338,9 @@ def _predict(
     if policy.drops_head:
         model = Model.read_critic(policy.config, policy.cfg)
     else:
-        beside = {one.name: Model.read(one.config, one.cfg) for one in frozen}
+        beside = {
+            one.name: (Model.read_critic if one.drops_head else Model.read)(one.config, one.cfg) for one in frozen
+        }
         model = Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora, frozen_models=beside)
     prediction = predict_here(cfg, model, num_ranks=num_ranks)
     raise_all(prediction.problems if prediction.rank.on_gpu else ())

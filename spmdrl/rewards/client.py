@@ -25,7 +25,7 @@ Pending = tuple[Rollout, "Future[RewardOutcome]"]
 Rewarded = tuple[Rollout, RewardOutcome]
 
 _MAX_ANSWER_BYTES = 2**20
-_NOTHING = RewardOutcome(reward=0.0, parts={})  # of a run without terms
+_NOTHING = RewardOutcome(reward=0.0, parts={})  # of a run without terms that processes compute
 
 
 class RewardClient:
@@ -33,7 +33,7 @@ class RewardClient:
 
     def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.cfg = cfg
-        self._pool = RewardPool(cfg) if cfg.terms else None
+        self._pool = RewardPool(cfg.in_processes) if cfg.in_processes.terms else None
         self._tokenizer = tokenizer
 
     @property

@@ -6,6 +6,7 @@ stream, and seeds belong to the prompt and the sample, so samples do not depend 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,10 @@ class Collected:
     places: Mapping[int, int]  # of every rank's groups in the step's global order, by prompt_id
     group_size: int
     probes: Sequence[Rollout] = ()  # this rank's answers to the probe's prompts
+
+    def with_pending(self, pending: list[Pending]) -> Collected:
+        """Return the same groups with other rewards."""
+        return dataclasses.replace(self, pending=pending)
 
     def index_of(self, rollout: Rollout) -> int:
         """Look up the rollout's place in the step's global order; a baseline has none."""

@@ -20,6 +20,7 @@ from spmdrl.model.weight_files import kept_line, kept_names
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.report import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.samples import worst_token_rows
+from spmdrl.rewards.client import Pending
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.evaluate import Evaluation, eval_metrics
@@ -49,13 +50,15 @@ class Steps(Generic[SettingsT]):
         warn: MismatchLimits = NO_LIMITS,
         success_at: float = 1.0,
         held_out: Callable[[], Evaluation] | None = None,
+        complete: Callable[[list[Pending]], list[Pending]] = list,
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
-        held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts."""
+        held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts, whose
+        rewards `complete` completes."""
         self._run: Launch[SettingsT] = run
         self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
-        self._measure = held_out or self._answer_held_out
+        self._measure, self._complete = held_out or self._answer_held_out, complete
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
         self._done = run.resume_point.step
@@ -195,7 +198,7 @@ class Steps(Generic[SettingsT]):
         run = self._run
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
-        outcomes, count = run.rewards.collect(pending), len(run.inputs.held_out)
+        outcomes, count = run.rewards.collect(self._complete(pending)), len(run.inputs.held_out)
         shown = gather_answers(outcomes, run.inputs.tokenizer, run.cfg.report, self._training, num_prompts=count)
         return Evaluation(eval_metrics(outcomes, success_at=self._success_at), shown)
 

@@ -39,6 +39,11 @@ def evaluate_export(run: Path) -> dict[str, float]:
     cfg = read_config(Config, str(run / "config.toml"), [])
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
+    if cfg.reward.model_terms:
+        raise UserError(
+            f"{run}/config.toml rewards by a model, which this program does not ask; eval/... of the run's metrics has "
+            "the evaluation after its last step"
+        )
     if not (run / "hf" / "config.json").is_file():
         raise UserError(
             f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "

@@ -29,6 +29,7 @@ from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.frozen import read_frozen
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
+from spmdrl.preflight.reward_models import read_reward_models
 from spmdrl.preflight.shapes import PUBLISHED, published_config
 from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.program import ToolConsole, program
@@ -107,7 +108,9 @@ def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
-    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg))
+    return Model.read(
+        model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg) | read_reward_models(cfg)
+    )
 
 
 def shortages(prediction: Prediction) -> Iterator[str]:

@@ -12,13 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.pairs import main
 from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.train import main as train
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, rows, steady_rows, without_curves, write_sft_config
+from tests.helpers.small_run import (
+    assert_same_weights,
+    rows,
+    sample_rows,
+    steady_rows,
+    without_curves,
+    write_config,
+    write_sft_config,
+)
 
 
 def preferring(argv: list[str]) -> tuple[int, str]:
@@ -163,6 +173,98 @@ def test_training_goes_on_from_a_reward_model(ranked: Path) -> None:
     argv = [f"{ranked.parent}/r.toml", "run.name=more", f"model.path={ranked}/hf", "run.num_steps=1"]
     assert run_ranks(1, preferring, argv)[0][0] == 0
     assert rows(ranked.parent / "more")[0]["eval/loss"] == pytest.approx(rows(ranked)[-1]["eval/loss"], rel=1e-6)
+
+
+def write_rewarded_run(folder: Path, ranked: Path, *, template: str = "pairs", **tables: Any) -> Path:
+    """Write the configuration of a small run that is rewarded by the reward model, and a little by a function."""
+    terms = [
+        {"kind": "model", "path": f"{ranked}/hf", "template": template, "weight": 2.0},
+        {"kind": "function", "function": f"{folder}/reward.py:digits"},
+    ]
+    run = {"dir": str(folder), "num_steps": 2} | tables.pop("run", {})
+    shared = {"reward": {"terms": terms}, "eval": {"success_at": 0.5}, "report": {"tensorboard": False}}
+    return write_config(folder, name="rl.toml", run=run, **(shared | tables))
+
+
+def rewarded(argv: list[str]) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return without_curves(train, argv)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    [
+        pytest.param(2, {}, id="fsdp"),
+        pytest.param(2, {"cp": 2}, id="cp", marks=pytest.mark.slow),
+        pytest.param(2, {"tp": 2}, id="tp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_rewarded_by_what_transformers_scores(
+    num_ranks: int, parallel: dict[str, int], ranked: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(ranked.parent / "model")
+    config = write_rewarded_run(tmp_path, ranked, parallel=parallel)
+    assert set(run_ranks(num_ranks, rewarded, [str(config)])) == {0}
+    model = AutoModelForSequenceClassification.from_pretrained(ranked / "hf", attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(ranked / "hf")
+    responses = [
+        sample | {"response": sample["response"].removesuffix("<eos>")} for sample in sample_rows(tmp_path / "run")
+    ]
+    samples = [sample for sample in responses if "<" not in sample["response"]]  # a special token is no text
+    assert len(samples) > 4
+    for sample in samples:
+        text = sample["prompt"] + sample["response"].removesuffix("<eos>") + "<eos>"
+        with torch.no_grad():
+            score = float(model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits)
+        assert sample["reward_parts"]["model"] == pytest.approx(score, rel=1e-4, abs=1e-5)
+        assert sample["reward"] == pytest.approx(2 * score + sample["reward_parts"]["function"], rel=1e-4, abs=1e-5)
+    evaluated = [row for row in rows(tmp_path / "run") if "eval/reward" in row]
+    assert len(evaluated) == 2 and all(row["eval/reward"] != 0.0 for row in evaluated)
+
+
+def test_a_recorded_score_is_not_added_twice_and_a_long_text_fails(ranked: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(ranked.parent / "model")
+    long = "{prompt}" + " and so on" * 20 + "{response}"
+    config = str(write_rewarded_run(tmp_path, ranked, template=long, pack={"max_tokens_per_micro_batch": 160}))
+    overrides = ["run.num_steps=1", "debug.save_rollouts=all"]
+    assert run_ranks(1, rewarded, [config, "run.name=failing", *overrides]) == [0]
+    (failing,) = (row for row in rows(tmp_path / "failing") if row["step"] == 1 and "reward/failed_count" in row)
+    assert failing["reward/failed_count"] == 32.0 and failing["reward/mean"] == 0.0
+    config = str(write_rewarded_run(tmp_path, ranked, eval=None))
+    assert run_ranks(1, rewarded, [config, "run.name=recorded", *overrides]) == [0]
+    loading = ["run.name=loaded", "run.num_steps=1", f"debug.load_rollouts={tmp_path}/recorded/rollouts"]
+    assert run_ranks(1, rewarded, [config, *loading]) == [0]
+    recorded, loaded = (
+        [row["reward/mean"] for row in rows(tmp_path / name) if "reward/mean" in row] for name in ("recorded", "loaded")
+    )
+    assert recorded == loaded != [0.0]
+
+
+def test_reward_models_that_cannot_be_asked_are_refused(
+    ranked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").symlink_to(ranked.parent / "model")
+    config = str(write_rewarded_run(tmp_path, ranked))
+    shutil.copytree(ranked / "hf", tmp_path / "two")
+    tensors = load_file(tmp_path / "two/model.safetensors")
+    save_file(tensors | {"score.weight": tensors["score.weight"].repeat(2, 1)}, tmp_path / "two/model.safetensors")
+    term = f"reward.terms=[{{ kind = 'model', path = '{ranked}/hf', template = 'pairs' }}]"
+    for overrides, words in {
+        (term.replace("'pairs'", "'chat'"),): 'terms.0: template = "chat", but its tokenizer has no chat template',
+        (term.replace("'pairs'", "'{prompt}'"),): "has no {response}, which the reward model would not see",
+        (term.replace("'pairs'", "'{prompt}{response}{answer}'"),): "has {answer}; it can use {prompt} and {response}",
+        (term.replace(f"{ranked}/hf", f"{tmp_path}/model"),): "is no reward model: its weights have no score.weight",
+        (term.replace(f"{ranked}/hf", f"{tmp_path}/two"),): "has 2 labels, and the reward is the score of one of them",
+        (term.replace(f"{ranked}/hf", "nowhere"),): 'reward.terms.0.path = "nowhere" does not exist',
+        (term.replace("'pairs'", "'pairs', label = 1"),): "reward.terms.0.label = 1, but reward.terms.0.path",
+        (term, "rollout.dynamic_sampling=true"): "chooses them by their rewards before",
+        (term, "eval={ num_prompts = 1, sources = [{ kind = 'jsonl', path = 'x' }] }"): "set eval.success_at",
+    }.items():
+        assert train([config, "--dry-run", *overrides]) == 2, overrides
+        assert words in capsys.readouterr().err, overrides
+    labelled = term.replace(f"{ranked}/hf", f"{tmp_path}/two").replace("'pairs'", "'pairs', label = 1")
+    assert train([config, "--dry-run", labelled]) == 0
+    assert "the scores of reward models come on top" in capsys.readouterr().out
 
 
 def test_what_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

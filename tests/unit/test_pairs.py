@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,18 @@ from transformers import Cohere2Config
 from spmdrl.algo.preferences import preference_loss
 from spmdrl.config import ModelConfig, PairsConfig, PreferenceFile
 from spmdrl.data.preferences import compared
+from spmdrl.data.scored_text import ScoredText
 from spmdrl.data.sources import Exchange, FileSource, Row
+from spmdrl.data.stream import TrainingPair
+from spmdrl.data.tokenizer import encode_prompt
+from spmdrl.data.vision import NO_IMAGES
 from spmdrl.learn.pairs import PreferenceObjective, pair_objective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.step.batch import lay_end_to_end
-from spmdrl.types import Sequence, UserError
+from spmdrl.step.pair_data import ComparisonEncoder
+from spmdrl.tools.tiny_model import character_tokenizer
+from spmdrl.types import ImageSpan, Prompt, Sequence, UserError
 from tests.helpers.models import QWEN3
 
 COHERE2 = Cohere2Config(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -261,6 +268,49 @@ def test_a_head_of_one_label_needs_a_classifier_of_transformers() -> None:
     cfg = ModelConfig(path="somewhere")
     assert [*reward_model_problems(QWEN3, cfg)] == []
     assert "transformers has no such model" in next(reward_model_problems(COHERE2, cfg))
+
+
+def asked(text: str, *, chat: bool = False) -> Prompt:
+    messages = ({"role": "user", "content": text},) if chat else ()
+    return Prompt(prompt_id=0, token_ids=(1,), text=text, answer=None, task="t", metadata={}, messages=messages)
+
+
+def test_a_reward_model_reads_what_its_template_writes() -> None:
+    plain, chat = character_tokenizer(), character_tokenizer(chat=True)
+    end = plain.eos_token_id
+    assert ScoredText(plain, "pairs")(asked("2+2="), "4") == (
+        *plain("2+2=4", add_special_tokens=False)["input_ids"],
+        end,
+    )
+    told = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    whole = chat.apply_chat_template(told, tokenize=True, return_dict=False)
+    assert list(ScoredText(chat, "chat")(asked("2+2=", chat=True), "4")) == whole
+    filled = ScoredText(plain, "Q: {prompt} A: {response}<eos>")(asked("2<eos>"), "4")
+    assert plain.decode(list(filled)) == "Q: 2<eos> A: 4<eos>" and filled.count(end) == 1  # what was asked stays text
+    with pytest.raises(UserError, match="images"):
+        image = ImageSpan(digest="0" * 32, start=0, num_tokens=1, grid=(1, 1, 1))
+        ScoredText(plain, "pairs")(dataclasses.replace(asked("2"), images=(image,)), "4")
+
+
+def test_a_pair_is_scored_as_it_was_trained() -> None:
+    """The template "pairs" writes the tokens on which `spmdrl.pairs` has trained."""
+    for tokenizer, chat in ((character_tokenizer(), False), (character_tokenizer(chat=True), True)):
+        token_ids, _ = encode_prompt(tokenizer, "2+2=", system_prompt=None, chat_template="auto")
+        prompt = dataclasses.replace(asked("2+2=", chat=chat), token_ids=token_ids)
+        cfg = SimpleNamespace(
+            table="pairs",
+            answers=SimpleNamespace(max_response_tokens=9),
+            data=SimpleNamespace(chat_template="auto"),
+            pairs=SimpleNamespace(trains_reward_model=True),
+        )
+        inputs = SimpleNamespace(
+            tokenizer=tokenizer, stop_token_ids=frozenset({tokenizer.eos_token_id}), images=NO_IMAGES
+        )
+        pair = TrainingPair(prompt, "line 1", (Exchange((), "4"),), rejected=(Exchange((), "5"),), margin=1.5)
+        chosen, rejected = ComparisonEncoder(cfg, inputs)(pair, 0)  # type: ignore[arg-type]
+        read = ScoredText(tokenizer, "pairs")
+        assert chosen.token_ids == read(prompt, "4") and rejected.token_ids == read(prompt, "5")
+        assert sum(chosen.loss_mask) == chosen.loss_mask[-1] == 1 and chosen.reward == 1.5
 
 
 def test_smoothing_belongs_to_sigmoid() -> None:

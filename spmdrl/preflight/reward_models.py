@@ -1,0 +1,85 @@
+"""Checks of the reward models of a run, before their weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config, TuningConfig
+from spmdrl.data.scored_text import ScoredText
+from spmdrl.data.stream import PromptStream
+from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.model.load import load_model_config, read_model_config
+from spmdrl.model.reward_model import num_labels_of, reward_model_problems
+from spmdrl.preflight.forecast import Model
+from spmdrl.preflight.frozen import OpenedModel
+from spmdrl.types import UserError
+
+
+def model_terms(cfg: Config | TuningConfig) -> list[int]:
+    """The places in `reward.terms` of those that are scores of models."""
+    return [*cfg.reward.model_terms] if isinstance(cfg, Config) else []
+
+
+def open_reward_model(cfg: Config, place: int) -> OpenedModel:
+    """Read the config of the reward model of a term. Raises UserError when it is none, or its label is not known."""
+    term, settings = cfg.reward.model_terms[place], cfg.scorer_model(place)
+    with _errors_about(place):
+        config = load_model_config(settings)
+        num_labels = num_labels_of(settings.path)
+        if problems := [*reward_model_problems(config, settings)]:
+            raise UserError("\n".join(problems))
+        if term.label is None and num_labels > 1:
+            raise UserError(
+                f'model.path = "{settings.path}" has {num_labels} labels, and the reward is the score of one of them; '
+                f"set reward.terms.{place}.label to 0 to {num_labels - 1}, or name a model of one label"
+            )
+        if term.label is not None and term.label >= num_labels:
+            raise UserError(
+                f'reward.terms.{place}.label = {term.label}, but model.path = "{settings.path}" has {num_labels} '
+                "labels, counted from 0"
+            )
+    setting = f'reward.terms.{place}.path = "{settings.path}"'
+    return OpenedModel(setting, settings, config, drops_head=True, name=_name(place))
+
+
+def open_reward_tokenizer(model: OpenedModel) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model. Raises UserError."""
+    try:
+        return load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", f"{model.name}.path")) from error
+
+
+def text_problems(cfg: Config, place: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream) -> Iterator[str]:
+    """Yield a sentence when a reward model cannot read the first prompt and its answer."""
+    (prompt,) = prompts.take(0, 1)
+    try:
+        ScoredText(tokenizer, cfg.reward.model_terms[place].template)(prompt, prompt.answer or "answer")
+    except UserError as error:
+        yield f"{_name(place)}: {error}"
+
+
+def read_reward_models(cfg: Config | TuningConfig) -> dict[str, Model]:
+    """Read the shapes of the reward models by the names of their terms; needs no weights. Raises UserError."""
+    found = {}
+    for place in model_terms(cfg):
+        assert isinstance(cfg, Config), "only these have rewards"
+        settings = cfg.scorer_model(place)
+        with _errors_about(place):
+            found[_name(place)] = Model.read_critic(read_model_config(settings), settings)
+    return found
+
+
+def _name(place: int) -> str:
+    return f"reward.terms.{place}"
+
+
+@contextmanager
+def _errors_about(place: int) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", f"{_name(place)}.path")) from error
