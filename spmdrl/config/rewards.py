@@ -129,7 +129,7 @@ class RewardConfig(Section):
 
     @property
     def in_processes(self) -> RewardConfig:
-        """The same rewards without `model_terms`: those that worker processes compute."""
+        """Rewards without `model_terms`: those that worker processes compute."""
         return self.model_copy(
             update={"terms": tuple(term for term in self.terms if not isinstance(term, ModelReward))}
         )

@@ -1,4 +1,4 @@
-"""What a reward model reads: a prompt and a response, by its own tokenizer."""
+"""Texts for reward models: a prompt and a response, by the tokenizer of the model that scores them."""
 
 from __future__ import annotations
 
