@@ -26,6 +26,7 @@ _MODEL = re.compile(_REPOSITORY)
 _FILE = re.compile(rf"{_REPOSITORY}:(?P<file>.+)")
 # A model directory without weights in formats that can run code, and without code.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_USUAL_FOLDERS = ("main", "default", "data")  # of a data set, where others have other forms of it
 
 
 class NotInCache(UserError):
@@ -122,6 +123,29 @@ def data_file(name: str, download: bool) -> str:
     """Return the file of `hf:ORGANISATION/NAME[@REVISION]:FILE`. Raises UserError when it is not there."""
     parts = _parts(_FILE, name, "hf:ORGANISATION/NAME@REVISION:FILE, with the path of the file in the data set")
     return _asked("hf_hub_download", parts, download, repo_type="dataset", filename=parts["file"])
+
+
+def with_training_file(name: str, download: bool) -> str:
+    """Complete `hf:ORGANISATION/NAME[@REVISION]` by the one file of training data that the data set has; any other name
+    is returned as it is. Raises UserError where there are none or several."""
+    if (match := _MODEL.fullmatch(name)) is None:
+        return name
+    if download:
+        import huggingface_hub
+
+        listed = huggingface_hub.list_repo_files(match["repository"], revision=match["revision"], repo_type="dataset")
+        files = [Path(file) for file in listed]
+    else:
+        folder = Path(_asked("snapshot_download", match.groupdict(), download, repo_type="dataset"))
+        files = [file.relative_to(folder) for file in folder.rglob("*")]
+    rows = sorted(str(file) for file in files if file.suffix in (".jsonl", ".parquet"))
+    training = [file for file in rows if "train" in file] or rows
+    usual = [file for file in training if Path(file).parts[0] in _USUAL_FOLDERS]
+    training = usual if len(training) > 1 and usual else training
+    if len(training) != 1:
+        there_are = f"one of {', '.join(training[:10])}" if training else "none of jsonl or parquet is there"
+        raise UserError(f"name its file: {name}:FILE; {there_are}")
+    return f"{name}:{training[0]}"
 
 
 def _parts(pattern: re.Pattern[str], name: str, form: str) -> Mapping[str, str | None]:

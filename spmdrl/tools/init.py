@@ -35,10 +35,10 @@ from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
-from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here
+from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here, with_training_file
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.inline_toml import inline
-from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of
+from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of, run_name
 from spmdrl.tools.program import option, program, writing
 from spmdrl.types import UserError
 
@@ -141,7 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", type=option(PathText), metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME"
     )
     parser.add_argument(
-        "--data", type=option(PathText), metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME:FILE"
+        "--data", type=option(PathText), metavar="FILE", help="jsonl or parquet, or hf:ORGANISATION/NAME[:FILE]"
     )
     parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
     parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
@@ -179,6 +179,7 @@ def choose(arguments: argparse.Namespace) -> Choices:
     folder = _here(model_folder, model, "--model", download=arguments.download)
     load_tokenizer(folder)  # says what is wrong before more is asked
     path = arguments.data or _ask("--data", "file of data, jsonl or parquet")
+    path = _here(with_training_file, path, "--data", download=arguments.download)
     if (kind := KINDS.get(Path(path).suffix)) is None:
         raise UserError(f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is")
     file = _here(data_file, path, "--data", download=arguments.download)
@@ -209,7 +210,7 @@ def choose(arguments: argparse.Namespace) -> Choices:
         reward=reward,
         gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
         gpu_gib=arguments.gpu_gib,
-        name=arguments.name or _run_name(f"{Path(model).name}-{Path(path).stem}"),
+        name=arguments.name or run_name(model, arguments.data or path),
     )
 
 
@@ -258,11 +259,6 @@ def _image_column(record: Mapping[str, Any], given: str | None, model_config: An
             )
         return None
     return found
-
-
-def _run_name(text: str) -> str:
-    name = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
-    return name.lstrip("._-") or "run"
 
 
 def measure(choices: Choices) -> Measured:

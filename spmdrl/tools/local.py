@@ -1,4 +1,5 @@
-"""Run on this machine: `python -m spmdrl.tools.local spmdrl.train CONFIG.toml [section.key=value ...] [--nproc N]`.
+"""Run on this machine: `python -m spmdrl.tools.local spmdrl.train CONFIG.toml [section.key=value ...] [--nproc N]`, or
+`spmdrl.train MODEL DATA --reward KIND ...`, for which `tools/init.py` writes the configuration first.
 
 The settings are checked once, and then one process for each GPU starts, or two where there is none. Without a GPU what
 every process would import is imported once (`faults/forked.py`); on GPUs torchrun starts the ranks.
@@ -10,13 +11,16 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.supervise import Commands, Requests, Starter, count_gpus, dry_run, launch, tell
 from spmdrl.faults.text import Parser, say
-from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 
 MODULES = ("spmdrl.train", "spmdrl.sft", "spmdrl.pairs")
 RANKS_WITHOUT_GPU = 2
@@ -27,8 +31,10 @@ STANDALONE = ("-m", "spmdrl.faults.torchrun", "--standalone", "--local-addr", "1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code: see `docs/faults.md`."""
     with Requests() as requests:
-        arguments = _parse(argv)
-        if importlib.util.find_spec("torch") is None:
+        argv = list(sys.argv[1:] if argv is None else argv)
+        has_torch = importlib.util.find_spec("torch") is not None
+        arguments = _parse(_with_configuration(argv) if has_torch and _names_a_model(argv) else argv)
+        if not has_torch:
             say(f"{sys.executable} has no torch: run 'make setup', then 'source .venv/bin/activate'", sys.stderr)
             return EXIT_USER_ERROR
         num_gpus = count_gpus()
@@ -56,9 +62,63 @@ def starter_of(
     return contextlib.nullcontext(Commands(module=module, arguments=given, num_ranks=num_ranks, command=command))
 
 
+def _names_a_model(argv: Sequence[str]) -> bool:
+    """True for `spmdrl.train MODEL DATA ...`: neither is a TOML file, an option or a setting."""
+    places = argv[1:3]
+    is_place = [not (one.startswith("-") or one.endswith(".toml") or "=" in one) for one in places]
+    return argv[:1] == ["spmdrl.train"] and len(places) == 2 and all(is_place)
+
+
+def _with_configuration(argv: Sequence[str]) -> list[str]:
+    """Write the configuration for a model and its data, and return the arguments that name it instead.
+
+    The file is named after the run, and a second start with the same options finds it. Raises SystemExit where it was
+    written for others, and where `spmdrl init` writes none; it has said why.
+    """
+    module, model, data, *rest = argv
+    own, options, others = [], {"--model": model, "--data": data}, iter(rest)
+    for one in others:
+        name, _, value = one.partition("=")
+        if one == "--dry-run" or not one.startswith("-"):
+            own.append(one)
+        elif one == "--download":
+            options[one] = ""
+        elif name in ("--nproc", "--ranks"):
+            own += [name, value or next(others, "")]
+        else:
+            options[name] = value or next(others, "")
+    options.setdefault("--name", run_name(model, data))
+    given = [f"{name}={value}" if value else name for name, value in options.items()]
+    written, header = Path(f"{options['--name']}.toml"), f"# spmdrl train {shlex.join(given)}\n"
+    if written.exists():
+        if written.read_text(encoding="utf-8", errors="replace").startswith(header):
+            return [module, str(written), *own]
+        problem = (
+            f"{written} is there already, and was not written for these options; start it with `spmdrl train "
+            f"{written}`, give the run another --name, or remove the file"
+        )
+        say(list_problems("cannot start", problem), sys.stderr)
+        raise SystemExit(EXIT_USER_ERROR)
+    command = [sys.executable, "-m", "spmdrl.tools.init", "--out", str(written), *given]
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit(code)
+    written.write_text(header + written.read_text(encoding="utf-8"), encoding="utf-8")
+    say(f"wrote {written}, with every setting that was chosen")
+    return [module, str(written), *own]
+
+
+def run_name(model: str, data: str) -> str:
+    """Return a name for a run on a model and data, which may be names on a hub."""
+    read = data.split("@")[0].removeprefix("hf:").partition(":")[0] if data.startswith("hf:") else Path(data).stem
+    text = f"{Path(model.partition('@')[0]).name}-{read}"
+    name = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
+    return name.lstrip("._-")[:200] or "run"
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        description="Check the settings, and run on this machine: one process for each GPU, two without a GPU.",
+        description="Check the settings, and run on this machine: one process for each GPU, two without a GPU. "
+        "`spmdrl train MODEL DATA --reward KIND` writes the configuration first, with the options of `spmdrl init`.",
         epilog="settings are documented in docs/configuration.md, exit codes in docs/faults.md",
     )
     parser.add_argument("module", choices=MODULES)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from spmdrl.preflight.hub import damages, data_file, model_folder
+from spmdrl.preflight import hub as hub_module
+from spmdrl.preflight.hub import damages, data_file, model_folder, with_training_file
 from spmdrl.sft import main
 from spmdrl.tools import fit, parity
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -193,7 +194,7 @@ def test_a_configuration_is_written_for_names_and_planned_from_the_cache(hub: Hu
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         return done.returncode, done.stdout + done.stderr
 
-    init = ("init", "--model", MODEL, "--data", DATA, "--reward", "exact", "--gpus", "0")
+    init = ("init", "--model", MODEL, "--data", DATA.rpartition(":")[0], "--reward", "exact", "--gpus", "0")
     code, said = spmdrl(*init)
     assert code == 2 and f"--model {MODEL}: it is not in the cache; add --download to fetch it once" in said
     code, said = spmdrl(*init, "--download")
@@ -201,8 +202,35 @@ def test_a_configuration_is_written_for_names_and_planned_from_the_cache(hub: Hu
     tables = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert (tables["model"]["path"], tables["data"]["sources"][0]["path"]) == (MODEL, DATA)
     hub.asked.clear()
+    code, said = spmdrl(*init, "--out", "again.toml")  # the file is found in the cache as well
+    assert code == 0 and not hub.asked, said
+    assert (tmp_path / "again.toml").read_text().count(f'path = "{DATA}"') == 1
     code, said = spmdrl("plan", "mine.toml", "--ranks", "2", "--gpu-gib", "80", "run.download=false")
     assert code == 0 and "million parameters" in said and not hub.asked, said
+
+
+@pytest.mark.parametrize(
+    "files, found",
+    [
+        (["README.md", "data/train.parquet", "data/test.parquet"], "data/train.parquet"),
+        (["main/train.parquet", "main/test.parquet", "socratic/train.parquet"], "main/train.parquet"),
+        (["rows.jsonl"], "rows.jsonl"),
+        (["a/train.jsonl", "b/train.jsonl"], "name its file: hf:a/b:FILE; one of a/train.jsonl, b/train.jsonl"),
+        (["README.md"], "name its file: hf:a/b:FILE; none of jsonl or parquet is there"),
+    ],
+)
+def test_the_file_of_training_data_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], found: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(hub_module, "_asked", lambda *_, **__: str(tmp_path))
+    try:
+        said = with_training_file("hf:a/b", False).removeprefix("hf:a/b:")
+    except UserError as error:
+        said = str(error)
+    assert said == found
 
 
 @pytest.mark.parametrize("name", ["hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@v1:file"])

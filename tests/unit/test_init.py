@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from spmdrl.tools import local
 from spmdrl.tools.init import _parse, choose, main, measure, starting_tables
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main as train
@@ -158,6 +159,43 @@ def test_equal_questions_count_once(
     assert main(["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]) == 0
     tables = written()
     assert tables.get("eval", {}).get("num_prompts") == held_out and tables["rollout"]["prompts_per_step"] == prompts
+
+
+def test_one_line_writes_a_configuration_and_starts_it(
+    model: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = ["spmdrl.train", str(model), "sums.jsonl"]
+    line = [*begun, "--reward", "exact", "--dry-run", "run.num_steps=2"]
+    assert local.main(line) == 0
+    assert "wrote model-sums.toml" in (said := capsys.readouterr().out) and "num_steps = 2" in said
+    first = Path("model-sums.toml").read_bytes()
+    assert first.startswith(
+        f"# spmdrl train --model={model} --data=sums.jsonl --reward=exact --name=model-sums".encode()
+    )
+    assert written("model-sums.toml")["run"]["num_steps"] == 200  # a setting of the command line is that start's alone
+    assert local.main(line) == 0 and Path("model-sums.toml").read_bytes() == first
+    for wrong, said in {
+        "--reward=math": "model-sums.toml is there already, and was not written for these options",
+        "--gold=x": "unrecognized arguments: --gold=x",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            local.main([*begun, wrong, *(["--name", "new"] if wrong.startswith("--gold") else [])])
+        assert ended.value.code == 2
+        if wrong == "--reward=math":
+            assert said in capsys.readouterr().err
+    assert not Path("new.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "model, data, name",
+    [
+        ("hf:Qwen/Qwen3-0.6B", "hf:openai/gsm8k", "Qwen3-0.6B-openai-gsm8k"),
+        ("hf:Qwen/Qwen3-0.6B@main", "hf:openai/gsm8k@main:main/train.parquet", "Qwen3-0.6B-openai-gsm8k"),
+        ("models/a", "my data/é.jsonl", "a--"),
+    ],
+)
+def test_a_run_is_named_after_its_model_and_data(model: str, data: str, name: str) -> None:
+    assert local.run_name(model, data) == name
 
 
 @pytest.mark.parametrize(
