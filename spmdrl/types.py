@@ -322,6 +322,18 @@ class Sequence:
 PADDING_INDEX = -1  # the index of a sequence that only fills up a micro-batch
 
 
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The K tokens that a teacher finds most probable after each of N hidden states."""
+
+    token_ids: Tensor  # [N, K] int64
+    logprobs: Tensor  # [N, K] float32, nats
+
+    def to(self, device: torch.device) -> TopTokens:
+        """Copy both to a device."""
+        return TopTokens(*(x.to(device, non_blocking=True) for x in (self.token_ids, self.logprobs)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The input of one forward pass on one rank: S sequences laid end to end, T tokens in all.

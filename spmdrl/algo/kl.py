@@ -1,14 +1,22 @@
-"""Per-token estimators of KL(policy || reference) from log-probabilities of the sampled tokens.
+"""Per-token estimators of KL(policy || reference) from log-probabilities of the sampled tokens, and divergences of a
+policy from a teacher over a part of the vocabulary.
 
 J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from spmdrl.algo.formula import Formula
+
+Divergence = Literal["reverse", "forward", "jsd"]  # `model.divergence.next_token_divergence` defines them
+
+_SMALLEST_REST = 1e-7  # of a probability that is 1 less a float32 sum
+_MAX_LOG_RATIO = 80.0  # what exceeds it changes nothing in float32; exp of it does not overflow
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -45,6 +53,37 @@ def kl_at_loss_tokens(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor,
     """
     here, there = (torch.where(loss_mask, values, 0.0) for values in (logprobs, ref_logprobs))
     return kl_estimate(here, there, estimator=estimator)
+
+
+def merged_divergence(logprobs: Tensor, teacher_logprobs: Tensor, *, kind: Divergence, beta: float) -> Tensor:
+    """Return the divergence [N] of distributions over K tokens and all others, which count as one.
+
+    Both log-probabilities are [N, K], of the same tokens; the gradient reaches the first. Merging tokens never sets two
+    distributions further apart, so this is at most the divergence over the whole vocabulary; where both are equal it is
+    exactly 0, with its gradient.
+    """
+    with torch.no_grad():
+        log_p, log_q = (_with_others(x) for x in (logprobs, teacher_logprobs))
+        p, q, gap = log_p.exp(), log_q.exp(), log_p - log_q
+        if kind == "forward":
+            terms, p_slope = q * -gap, p - q
+        elif kind == "reverse":
+            terms = p_slope = torch.where(p > 0, p * gap, 0.0)
+        else:
+            ratio = gap.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+            p_slope = (beta - 1.0) * p * (beta * (-ratio).expm1()).log1p()
+            terms = p_slope - beta * q * ((1.0 - beta) * ratio.expm1()).log1p()
+        # What a token's probability gains, the others lose.
+        slope = p_slope[:, :-1] - p[:, :-1] * (p_slope[:, -1:] / p[:, -1:])
+    allowed = torch.where(p[:, :-1] > 0, logprobs, 0.0)
+    return terms.sum(-1) + ((allowed - allowed.detach()) * slope).sum(-1)
+
+
+def _with_others(logprobs: Tensor) -> Tensor:
+    """Append the log-probability of all other tokens: [N, K] gives [N, K + 1]."""
+    # The layout in memory decides how torch rounds exp, and in what order it adds.
+    others = (1.0 - logprobs.contiguous().exp().sum(-1, keepdim=True)).clamp_min(_SMALLEST_REST)
+    return torch.cat([logprobs, others.log()], -1)
 
 
 _SCHULMAN = "http://joschu.net/blog/kl-approx.html"

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmdrl.algo.kl import Divergence, merged_divergence
 from spmdrl.model import logits_tile
 from spmdrl.model.logits_tile import Tile
 from spmdrl.model.logprobs import (
@@ -28,14 +29,14 @@ from spmdrl.model.logprobs import (
     Head,
     Linear,
     merged_over,
+    next_token_logprobs_of,
     over_slabs,
     part_of,
     scores_of,
     slices_of,
     summed_gradients,
 )
-
-Divergence = Literal["reverse", "forward", "jsd"]
+from spmdrl.types import TopTokens
 
 # Beyond it, the smaller of two probabilities is below float32's precision beside the larger, and exp does not overflow.
 _MAX_LOG_RATIO = 80.0
@@ -58,8 +59,8 @@ def next_token_divergence(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    teacher_hidden: Tensor,
-    teacher: TeacherHead,
+    teacher_hidden: Tensor | None = None,
+    teacher: TeacherHead | TopTokens,
     kind: Divergence,
     beta: float = 0.5,
     temperature: float,
@@ -83,8 +84,24 @@ def next_token_divergence(
     each of the three results, and never the teacher. Where only the first model of a Kullback-Leibler divergence allows
     a token (the second has a logit of -inf), it is inf.
 
+    With a teacher's `TopTokens` in the place of its head and hidden states, the divergence is that of
+    `merged_divergence`, over these tokens and all others as one.
+
     Raises ValueError when the vocabularies differ in size, the hidden states in number, or beta is not between 0 and 1.
     """
+    if not 0.0 < beta < 1.0:
+        raise ValueError(f"beta = {beta} is not between 0 and 1; at the ends, kind is forward or reverse")
+    if isinstance(teacher, TopTokens):
+        logprobs, entropy, of_tokens = next_token_logprobs_of(
+            *(hidden, weight, bias, targets, teacher.token_ids),
+            temperature=temperature,
+            chunk=chunk,
+            softcap=softcap,
+            vocabulary=vocabulary,
+            head=head,
+        )
+        return logprobs, entropy, merged_divergence(of_tokens, teacher.logprobs, kind=kind, beta=beta)
+    assert teacher_hidden is not None, "a teacher's head needs its hidden states"
     if len(weight) != len(teacher.weight):
         raise ValueError(
             f"the student's head has {len(weight)} rows and the teacher's {len(teacher.weight)}; "
@@ -92,8 +109,6 @@ def next_token_divergence(
         )
     if len(hidden) != len(teacher_hidden):
         raise ValueError(f"{len(hidden)} hidden states of the student and {len(teacher_hidden)} of the teacher")
-    if not 0.0 < beta < 1.0:
-        raise ValueError(f"beta = {beta} is not between 0 and 1; at the ends, kind is forward or reverse")
     own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
     return _TiledDivergence.apply(
         *(hidden, weight, bias, own, teacher_hidden, teacher.weight, teacher.bias),

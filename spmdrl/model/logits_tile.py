@@ -5,7 +5,7 @@ p is the softmax over the whole vocabulary, and H its entropy. With a soft cap c
 
 A summary [4, N] float32 is the state of an online softmax (logsumexp) over a part of the vocabulary: for each token the
 largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, or 0 when the target is
-in another part.
+in another part. Of K other tokens than the target, `z_at` has the same, for [4 + K, N].
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Tile(Protocol):
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """Merge the summaries [4, N] of two parts of the vocabulary into one."""
+    """Merge the summaries [4, N] of two parts of the vocabulary into one, or [4 + K, N] with other tokens' z."""
     top = torch.maximum(one[0], other[0])
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
-    for largest, part_total, part_weighted, _ in (one, other):
+    for largest, part_total, part_weighted in (one[:3], other[:3]):
         below = largest - top
         scale = below.exp()
         total = total + scale * part_total
         weighted = weighted + scale * (part_weighted + below * part_total)
-    return torch.stack([top, total, weighted, one[3] + other[3]])
+    return torch.cat([torch.stack([top, total, weighted]), one[3:] + other[3:]])
 
 
 def summary(
@@ -79,7 +79,7 @@ def summary(
     """
     z = scaled(logits, temperature, softcap)
     is_inside, columns = _inside(targets - start, z.shape[1])
-    target = z.gather(-1, columns)[:, 0].where(is_inside, 0.0)
+    target = z.gather(-1, columns[:, None])[:, 0].where(is_inside, 0.0)
     largest = z.clamp_min_(FORBIDDEN).amax(-1)
     exp = z.sub_(largest[:, None]).exp()
     total = exp.sum(-1)
@@ -117,7 +117,7 @@ def gradient(
         constant = -(by_logprob + by_entropy * entropy)
         grad = log_p.mul_(-by_entropy[:, None]).add_(constant[:, None]).mul_(p)
     is_inside, columns = _inside(targets - start, grad.shape[1])
-    grad.scatter_add_(-1, columns, by_logprob.where(is_inside, 0.0)[:, None])
+    grad.scatter_add_(-1, columns[:, None], by_logprob.where(is_inside, 0.0)[:, None])
     return (grad if slope is None else grad.mul_(slope)).to(logits.dtype)
 
 
@@ -129,6 +129,18 @@ def scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
     return wide if temperature == 1.0 else wide.div_(temperature)
 
 
+def z_at(logits: Tensor, places: Tensor, *, temperature: float, softcap: float | None) -> Tensor:
+    """Return z [K, N] at places [N, K] of a tile of logits, counted from its first column; 0 at those outside of it."""
+    is_inside, columns = _inside(places, logits.shape[1])
+    return scaled(logits.gather(-1, columns), temperature, softcap).where(is_inside, 0.0).T
+
+
+def add_at(grad: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add values [N, K] to a tile of gradients at places [N, K], counted from its first column; none outside of it."""
+    is_inside, columns = _inside(places, grad.shape[1])
+    grad.scatter_add_(-1, columns, values.where(is_inside, 0.0).to(grad.dtype))
+
+
 def _inside(places: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return (which of places [N] are columns of a tile [N, width], places clamped to valid columns [N, 1])."""
-    return (places >= 0) & (places < width), places.clamp(0, width - 1)[:, None]
+    """Return (which places are columns of a tile [N, width], places clamped to valid columns), both like places."""
+    return (places >= 0) & (places < width), places.clamp(0, width - 1)

@@ -119,11 +119,41 @@ def next_token_logprobs(
     are those of the rank's own rows.
     """
     own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
-    return _TiledHead.apply(hidden, weight, bias, own, temperature, softcap, chunk, vocabulary, head)
+    logprobs, entropy, _ = _TiledHead.apply(
+        *(hidden, weight, bias, own, None, temperature, softcap, chunk, vocabulary, head)
+    )
+    return logprobs, entropy
+
+
+def next_token_logprobs_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    others: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    softcap: float | None = None,
+    vocabulary: DeviceMesh | None = None,
+    head: Head = FAST_HEAD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `next_token_logprobs`, and the logprobs [N, K] of other tokens `others` [N, K].
+
+    Gradients come from all three.
+    """
+    start = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
+    logprobs, entropy, of_others = _TiledHead.apply(
+        *(hidden, weight, bias, targets - start, others - start, temperature, softcap, chunk, vocabulary, head)
+    )
+    return logprobs, entropy, of_others
 
 
 class _TiledHead(torch.autograd.Function):
-    """`next_token_logprobs`, with targets counted from the first row of `weight`; they may lie outside of it."""
+    """Both functions above, with targets and others counted from the first row of `weight`; they may lie outside of it.
+
+    Without others their logprobs are None.
+    """
 
     @staticmethod
     def forward(
@@ -132,44 +162,67 @@ class _TiledHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        others: Tensor | None,
         temperature: float,
         softcap: float | None,
         chunk: int,
         vocabulary: DeviceMesh | None,
         head: Head,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         chunk = max(1, min(chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
         chunks = slices_of(len(hidden), chunk)
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], part_of(bias, slab))
-            return tile.summary(
-                logits, targets[rows], slab.start, temperature=temperature, softcap=softcap, before=before
+            places = None if others is None else others[rows] - slab.start
+            z = None if places is None else logits_tile.z_at(logits, places, temperature=temperature, softcap=softcap)
+            four = part_of(before, slice(4))
+            after = tile.summary(
+                logits, targets[rows], slab.start, temperature=temperature, softcap=softcap, before=four
             )
+            if z is None:
+                return after
+            return torch.cat([after, z if before is None else z + before[4:]])
 
-        summary = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        num_others = 0 if others is None else others.shape[1]
+        summary = torch.empty(4 + num_others, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
             summary[:, rows] = over_slabs(slabs, functools.partial(extended, rows))
         if vocabulary is not None:
             summary = merged_over(vocabulary, logits_tile.merged, summary)
-        logprobs, entropy, log_normalizer = scores_of(summary)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
+        logprobs, entropy, log_normalizer = scores_of(summary[:4])
+        ctx.save_for_backward(hidden, weight, bias, targets, others, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
         ctx.temperature, ctx.softcap, ctx.vocabulary = temperature, softcap, vocabulary
         ctx.chunks, ctx.slabs, ctx.head, ctx.tile = chunks, slabs, head, tile
-        return logprobs, entropy
+        return logprobs, entropy, None if others is None else ((summary[4:] - summary[0]) - summary[1].log()).T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, others, log_normalizer, entropy = ctx.saved_tensors
         by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
 
+        of_tokens = tokens = None
+        if grad_others is not None:
+            # All tokens share one softmax; each one's own logit is added at its place, and none is a tile's target.
+            of_tokens = torch.cat([by_logprob[:, None], grad_others / ctx.temperature], 1)
+            tokens, by_logprob = torch.cat([targets[:, None], others], 1), of_tokens.sum(1)
+            targets = torch.full_like(targets, -1)
+
         def of_tile(rows: slice, slab: slice) -> Tensor:
+            logits = ctx.head.linear(hidden[rows], weight[slab], part_of(bias, slab))
+            places = None if tokens is None else tokens[rows] - slab.start
+            slope: Tensor | float = 1.0
+            if ctx.softcap is not None and places is not None:
+                z = logits_tile.z_at(logits, places, temperature=ctx.temperature, softcap=ctx.softcap).T
+                slope = 1.0 - (z * (ctx.temperature / ctx.softcap)).square()
             gradient: Tensor = ctx.tile.gradient(
-                ctx.head.linear(hidden[rows], weight[slab], part_of(bias, slab)),
+                logits,
                 targets[rows],
                 slab.start,
                 temperature=ctx.temperature,
@@ -179,6 +232,8 @@ class _TiledHead(torch.autograd.Function):
                 by_logprob=by_logprob[rows],
                 by_entropy=part_of(by_entropy, rows),
             )
+            if places is not None and of_tokens is not None:
+                logits_tile.add_at(gradient, places, of_tokens[rows] * slope)
             return gradient
 
         gradients = summed_gradients(
@@ -191,7 +246,7 @@ class _TiledHead(torch.autograd.Function):
             slabs=ctx.slabs,
             vocabulary=ctx.vocabulary,
         )
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 7
 
 
 def summed_gradients(

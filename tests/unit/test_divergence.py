@@ -18,7 +18,9 @@ from spmdrl.model.linear import linear
 from spmdrl.model.logprobs import Head, next_token_logprobs
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Teaching
+from spmdrl.model.top_tokens import top_tokens
 from spmdrl.step.batch import lay_end_to_end
+from spmdrl.types import TopTokens
 from tests.helpers import kernels_on_cpu
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
@@ -111,8 +113,8 @@ def log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
     return (logits / temperature).log_softmax(-1)
 
 
-def whole(of: Case, kind: Divergence, beta: float) -> tuple[Tensor, ...]:
-    """All of [T, V] in float64, by the definitions."""
+def whole(of: Case, kind: Divergence, beta: float, k: int | None = None) -> tuple[Tensor, ...]:
+    """All of [T, V] in float64, by the definitions; with `k`, all but the teacher's k most probable tokens are one."""
     student = log_p(
         *(None if x is None else x.double() for x in (of.hidden, of.weight, of.bias)), of.temperature, of.softcap
     )
@@ -123,6 +125,12 @@ def whole(of: Case, kind: Divergence, beta: float) -> tuple[Tensor, ...]:
         head.softcap,
     )
 
+    scores = student.gather(-1, of.targets[:, None])[:, 0], -(student.exp() * student).sum(-1)
+    if k is not None:
+        order = teacher.sort(descending=True).indices
+        student, teacher = (x.gather(-1, order) for x in (student, teacher))
+        student, teacher = (torch.cat([x[:, :k], x[:, k:].logsumexp(-1, keepdim=True)], -1) for x in (student, teacher))
+
     def kl(one: Tensor, other: Tensor) -> Tensor:
         return (one.exp() * (one - other)).sum(-1)
 
@@ -132,7 +140,33 @@ def whole(of: Case, kind: Divergence, beta: float) -> tuple[Tensor, ...]:
         "forward": lambda: kl(teacher, student),
         "jsd": lambda: beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture),
     }[kind]()
-    return student.gather(-1, of.targets[:, None])[:, 0], -(student.exp() * student).sum(-1), divergence
+    return *scores, divergence
+
+
+def merged(of: Case, kind: Divergence, beta: float, top: TopTokens, num_rows: int = 16) -> tuple[Tensor, ...]:
+    return next_token_divergence(
+        *(of.hidden, of.weight, of.bias, of.targets),
+        teacher=top,
+        kind=kind,
+        beta=beta,
+        temperature=of.temperature,
+        softcap=of.softcap,
+        chunk=num_rows,
+        head=SMALL_TILES,
+    )
+
+
+def top_of(of: Case, k: int, **options: Any) -> TopTokens:
+    head = of.teacher
+    return top_tokens(
+        *(of.teacher_hidden, head.weight, head.bias),
+        k=k,
+        temperature=head.temperature,
+        softcap=head.softcap,
+        chunk=16,
+        head=SMALL_TILES,
+        **options,
+    )
 
 
 def results(of: Case, function: Any, used: str = "all") -> list[Tensor]:
@@ -162,6 +196,54 @@ def test_tiles_equal_the_definition_in_float64(kind: Divergence, beta: float, sc
         for chunk, head in ((16, SMALL_TILES), (1000, Head(linear))):
             ours = results(of, lambda of, c=chunk, h=head: tiled(of, kind, beta, c, h), used)
             assert max(apart(ours, results(of, lambda of: whole(of, kind, beta), used))) < EXACT
+
+
+@each_kind
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("used", ["all", "divergence"])
+def test_the_teachers_top_tokens_equal_the_definition_in_float64(
+    kind: Divergence, beta: float, scale: str, used: str
+) -> None:
+    of = case(scale)
+    for k in (1, 7, 50):
+        top = top_of(of, k)
+        ours = results(of, lambda of, top=top: merged(of, kind, beta, top), used)
+        true = results(of, lambda of, k=k: whole(of, kind, beta, k), used)
+        assert max(apart(ours, true)) < 3 * EXACT
+        assert (true[2] <= whole(of, kind, beta)[2]).all()
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_tokens_of_the_student_itself_are_exactly_no_divergence(
+    kind: Divergence, beta: float, dtype: torch.dtype
+) -> None:
+    """Without a soft cap: torch's tanh depends on where in memory a number is."""
+    of = replace(case(dtype=dtype), temperature=0.7)
+    same = TeacherHead(weight=of.weight, bias=of.bias, temperature=of.temperature)
+    top = top_of(replace(of, teacher=same, teacher_hidden=of.hidden), 9)
+    assert len(top.token_ids.unique(dim=1)[0]) == 9 and (top.logprobs.diff(dim=1) <= 0).all()
+    _, _, divergence, *gradients = results(of, lambda of: merged(of, kind, beta, top), "divergence")
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in (divergence, *gradients))
+
+
+@each_kind
+def test_top_tokens_in_bfloat16_and_of_no_hidden_states(kind: Divergence, beta: float) -> None:
+    for tokens in (TOKENS, 0):
+        of = case("temperatures", dtype=torch.bfloat16, tokens=tokens)
+        top = top_of(of, 20)
+        ours, true = (
+            results(of, lambda of, top=top: merged(of, kind, beta, top)),
+            results(of, lambda of: whole(of, kind, beta, 20)),
+        )
+        assert max(apart(ours, true)) < 2e-2
+
+
+def test_all_tokens_but_one_are_the_whole_vocabulary() -> None:
+    of = case()
+    top = top_of(of, VOCABULARY - 1)
+    for kind, beta in KINDS:
+        torch.testing.assert_close(merged(of, kind, beta, top), tiled(of, kind, beta), rtol=1e-4, atol=1e-5)
 
 
 @each_kind

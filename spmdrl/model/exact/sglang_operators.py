@@ -24,6 +24,7 @@ from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.exact import sglang_kernels as kernels
 from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
+from spmdrl.types import TopTokens
 
 # Those whose layers support `rl_on_policy_target`.
 MODEL_TYPES = [name for name, family in FAMILIES.items() if "sglang" in family.exact_engines]
@@ -101,8 +102,8 @@ def next_token_divergence(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    teacher_hidden: Tensor,
-    teacher: TeacherHead,
+    teacher_hidden: Tensor | None = None,
+    teacher: TeacherHead | TopTokens,
     kind: Divergence,
     beta: float = 0.5,
     **options: Any,
@@ -112,9 +113,11 @@ def next_token_divergence(
     The divergence is that of ordinary kernels: an engine has none whose bits it could have.
     """
     scores = next_token_logprobs(hidden, weight, bias, targets, **options)
+    if teacher_hidden is not None and isinstance(teacher, TeacherHead):
+        teacher_hidden = teacher_hidden.to(teacher.weight.dtype)
     _, _, of_both = divergence.next_token_divergence(
         *(hidden.to(weight.dtype), weight, bias, targets),
-        teacher_hidden=teacher_hidden.to(teacher.weight.dtype),
+        teacher_hidden=teacher_hidden,
         teacher=teacher,
         kind=kind,
         beta=beta,
