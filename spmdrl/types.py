@@ -330,8 +330,9 @@ class TopTokens:
     logprobs: Tensor  # [N, K] float32, nats
 
     def to(self, device: torch.device) -> TopTokens:
-        """Copy both to a device."""
-        return TopTokens(*(x.to(device, non_blocking=True) for x in (self.token_ids, self.logprobs)))
+        """Copy both to a device, or wait for them on the host."""
+        waits = device.type == "cpu"
+        return TopTokens(*(x.to(device, non_blocking=not waits) for x in (self.token_ids, self.logprobs)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,8 +380,9 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [T] float32, nats; None when no KL term needs them
     teacher_logprobs: Tensor | None = None  # [T] float32, nats, 0 for a token that is not distilled; None likewise
     # Of each teacher: [N, D], its hidden states from which the N tokens that it teaches are predicted, those of this
-    # rank's chunk; on the host. None where it teaches nothing here; () without a divergence over the whole vocabulary.
-    teacher_hidden: tuple[Tensor | None, ...] = ()
+    # rank's chunk, or what it finds most probable there; on the host. None where it teaches nothing here; () without a
+    # divergence over the vocabulary.
+    teacher_outputs: tuple[Tensor | TopTokens | None, ...] = ()
     values: Tensor | None = None  # [T] float32, the critic's before it moves in this step, in units of the reward
 
     # advantages: `step/advantages.py`

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spmdrl.config.base import PathText, Positive, Section, Temperature, is_set, rule
+from spmdrl.config.base import Count, PathText, Positive, Section, Temperature, is_set, rule
 from spmdrl.types import NO_TEACHER
 
 ModelName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w-]+$")]
@@ -59,14 +59,23 @@ class DistillConfig(Section):
     """Weight of the divergence: of its mean over the distilled tokens in the loss; of `sampled_kl` in the advantage."""
     beta: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """`jsd` only: weight of the teacher in the mixture that both are compared with. Unset: 0.5."""
+    top_k: Count | None = None
+    """With a loss over the vocabulary: compare the teacher's `top_k` most probable tokens, and all others as if they
+    were one. The teacher leaves these tokens instead of its hidden states, and its head is not needed in updates.
+    Unset: all tokens are compared."""
     teacher_temperature: Temperature | None = None
     """Temperature of the teacher's distribution. Unset: that of the policy, which is `rollout.temperature`, and 1 in
     fine-tuning."""
 
     @property
     def over_vocabulary(self) -> bool:
-        """True for a loss over the whole vocabulary; False for a term of the advantage."""
+        """True for a loss over the vocabulary; False for a term of the advantage."""
         return self.divergence != "sampled_kl"
+
+    @property
+    def needs_heads(self) -> bool:
+        """True when updates compute the teachers' distributions, from their heads and hidden states."""
+        return self.over_vocabulary and self.top_k is None
 
     @property
     def jsd_beta(self) -> float:
@@ -102,6 +111,15 @@ def frozen_models(
 def beta_belongs_to_jsd(distill: DistillConfig) -> Iterator[str]:
     if distill.divergence != "jsd" and is_set(distill, "beta"):
         yield f'beta has no meaning with divergence = "{distill.divergence}"; remove it, or set divergence = "jsd"'
+
+
+@rule(DistillConfig)
+def top_tokens_belong_to_the_vocabulary(distill: DistillConfig) -> Iterator[str]:
+    if distill.top_k is not None and not distill.over_vocabulary:
+        yield (
+            'top_k has no meaning with divergence = "sampled_kl", which is about the sampled token alone; remove it, '
+            'or set divergence = "reverse", "forward" or "jsd"'
+        )
 
 
 @rule(DistillConfig)

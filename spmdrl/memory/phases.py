@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from spmdrl.config import Config, TuningConfig
+from spmdrl.config import Config, SftConfig, TuningConfig
 from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.memory.activations import (
@@ -49,6 +49,7 @@ from spmdrl.memory.phase import PhaseMemory, Rank
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
 _FLOAT32 = 4
+_TOP_TOKEN = 8 + _FLOAT32  # its number and its log-probability
 
 
 def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]:
@@ -248,13 +249,16 @@ def _head_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
 
 
 def _hidden_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
-    """Bytes of the hidden states that teachers leave for the updates of a step, of responses of full length.
+    """Bytes of what teachers leave of responses for the updates of a step, of full length: hidden states, or their most
+    probable tokens.
 
     Each token has one teacher: those of the widest are counted.
     """
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
     widest = max((one.decoder.hidden for one in rank.frozen if one.teaches_vocabulary), default=0)
+    each = widest * rank.compute_bytes + ((distill and distill.top_k) or 0) * _TOP_TOKEN
     tokens = math.ceil(rank.run.rollouts_per_step / rank.run.num_shares) * rank.run.max_response_tokens
-    return math.ceil(tokens / cfg.parallel.cp) * widest * rank.compute_bytes
+    return math.ceil(tokens / cfg.parallel.cp) * each
 
 
 def _update(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:

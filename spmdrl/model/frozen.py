@@ -20,7 +20,7 @@ from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_reference
 from spmdrl.model.policy import Policy, TokenLogprobs
-from spmdrl.types import MicroBatch
+from spmdrl.types import MicroBatch, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class FrozenModel:
         the teacher at this place, in the compute dtype."""
         with self._alone():
             return self.model.hidden(micro_batch, place)
+
+    def top_tokens(self, micro_batch: MicroBatch, place: int, *, k: int, num_rows: int) -> TopTokens:
+        """Find the k tokens that the model finds most probable in the place of each of these N."""
+        with self._alone():
+            return self.model.top_tokens(micro_batch, place, k=k, num_rows=num_rows)
 
     def head(self, num_rows: int) -> TeacherHead | float:
         """Copy the first `num_rows` of this rank's rows of the head to its device; of the policy's own base, which has

@@ -25,8 +25,9 @@ from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.tensor_parallel import own_weight
+from spmdrl.model.top_tokens import top_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk
-from spmdrl.types import Grid, ImageSpan, MicroBatch
+from spmdrl.types import Grid, ImageSpan, MicroBatch, TopTokens
 
 # The positions of tokens in their sequences, as rotary embeddings count them.
 #
@@ -260,14 +261,15 @@ class Teaching:
 
     kind: Divergence
     beta: float  # of "jsd"
-    # Of each teacher: its head, this rank's rows of it on the device; or the temperature of one that has the policy's.
-    heads: Sequence[TeacherHead | float]
+    # Of each teacher: its head, this rank's rows of it on the device; or the temperature of one that has the policy's;
+    # None where it has named its most probable tokens.
+    heads: Sequence[TeacherHead | float | None]
 
 
 class Policy(PackedModel):
     """The policy: its forward pass gives each predicted token's logprob given those before it in its own sequence."""
 
-    forwards = ("hidden", "copied_head")
+    forwards = ("hidden", "top_tokens", "copied_head")
     teaching: Teaching | None = None  # set during updates that distil
 
     def __init__(
@@ -303,7 +305,7 @@ class Policy(PackedModel):
             "chunk": self.logits_chunk_tokens,
             "vocabulary": self.vocabulary,
         }
-        if self.teaching is not None and micro_batch.teacher_hidden:
+        if self.teaching is not None and micro_batch.teacher_outputs:
             columns = self._taught(micro_batch, predicting, head, options)
         else:
             columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
@@ -325,10 +327,8 @@ class Policy(PackedModel):
         assert self.teaching is not None
         alone = torch.ones(len(predicting.tokens), dtype=torch.bool)
         parts: list[tuple[Tensor, Iterable[Tensor]]] = []
-        for place, (its_head, its_hidden) in enumerate(
-            zip(self.teaching.heads, micro_batch.teacher_hidden, strict=True)
-        ):
-            if its_hidden is None:
+        for place, (its_head, said) in enumerate(zip(self.teaching.heads, micro_batch.teacher_outputs, strict=True)):
+            if said is None:
                 continue
             mine = micro_batch.taught_by(place)[predicting.tokens]
             if isinstance(its_head, float):
@@ -337,14 +337,18 @@ class Policy(PackedModel):
                 own = its_head / self._scale.factor
                 its_head = TeacherHead(weight=weight, bias=bias, temperature=own, softcap=self.softcap)
             rows = self._on_device(torch.nonzero(mine).flatten())
+            teacher: dict[str, Any] = (
+                {"teacher": said.to(rows.device)}
+                if isinstance(said, TopTokens)
+                else {"teacher": its_head, "teacher_hidden": self._on_device(said)}
+            )
             found = self.next_token_divergence(
                 predicting.hidden[rows],
                 *head,
                 predicting.token_ids[rows],
-                teacher_hidden=self._on_device(its_hidden),
-                teacher=its_head,
                 kind=self.teaching.kind,
                 beta=self.teaching.beta,
+                **teacher,
                 **options,
             )
             parts.append((rows, found))
@@ -363,6 +367,21 @@ class Policy(PackedModel):
         """Compute the hidden states [N, D] from which this rank's chunk predicts the N tokens that the teacher at this
         place teaches."""
         return self._predict(micro_batch, micro_batch.taught_by(place)).hidden
+
+    def top_tokens(self, micro_batch: MicroBatch, place: int, *, k: int, num_rows: int) -> TopTokens:
+        """Find the k most probable tokens after each of these hidden states, among the first `num_rows` of this rank's
+        rows of the head."""
+        weight, bias = self._head()
+        return top_tokens(
+            self._predict(micro_batch, micro_batch.taught_by(place)).hidden,
+            weight[:num_rows],
+            None if bias is None else bias[:num_rows],
+            k=k,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            chunk=self.logits_chunk_tokens,
+            vocabulary=self.vocabulary,
+        )
 
     @torch.no_grad()
     def copied_head(self, num_rows: int) -> TeacherHead:

@@ -216,7 +216,7 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
                 size=model.size(cfg.parallel, num_training=num_training),
                 decoder=decoder_of(model.config, model.shapes),
                 on_device=settings.rests_on == "device",
-                teaches_vocabulary=name != REFERENCE and distill is not None and distill.over_vocabulary,
+                teaches_vocabulary=name != REFERENCE and distill is not None and distill.needs_heads,
             )
     for name in policy.frozen_models.keys() - cfg.frozen_models.keys():
         model = policy.frozen_models[name]

@@ -85,16 +85,24 @@ def frozen_problems(
     if own == its or model.name == REFERENCE or distill is None or not distill.over_vocabulary:
         return
     # Rows beyond the tokenizer's tokens only fill up a head, and sizes of one family may have more or fewer of them.
-    if its < own:
+    if its < own and distill.needs_heads:
         yield (
             f"{model.setting}: its head has {its} rows, fewer than the {own} of {policy.setting}, so that it says "
-            'nothing about some that the policy has; set distill.divergence = "sampled_kl"'
+            'nothing about some that the policy has; set distill.divergence = "sampled_kl", or distill.top_k'
         )
     elif cfg.parallel.tp > 1:
         yield (
             f"{model.setting}: its head has {its} rows and that of {policy.setting} {own}, which parallel.tp = "
             f'{cfg.parallel.tp} would divide unequally; set tp = 1, or distill.divergence = "sampled_kl"'
         )
+
+
+def top_token_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
+    """Yield a sentence when all tokens would be among the most probable ones."""
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    tokens = policy.config.get_text_config().vocab_size
+    if distill is not None and distill.top_k is not None and distill.top_k >= tokens:
+        yield f"distill.top_k = {distill.top_k} is not below the {tokens} tokens of {policy.setting}; remove it"
 
 
 def first_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str:

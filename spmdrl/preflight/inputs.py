@@ -62,7 +62,7 @@ from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen
+from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen, top_token_problems
 from spmdrl.preflight.reward_models import model_terms, open_reward_model, open_reward_tokenizer, text_problems
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
@@ -120,6 +120,7 @@ def open_inputs(
     found.ask(_head_problems, policy)
     found.ask(_vision_problems, cfg, policy)
     found.ask(_rate_problems, cfg, policy)
+    found.ask(top_token_problems, cfg, policy)
     for model in others:
         found.ask(frozen_problems, cfg, policy, model, tokenizer)
     for model in (policy, critic, *others):

@@ -2,7 +2,7 @@
 
 Each teacher takes its turn over the micro-batches in which it teaches something. For a divergence over the whole
 vocabulary it leaves its hidden states there, on the host; its head is on the device only during the updates, which
-compute both distributions tile by tile.
+compute both distributions tile by tile. With `top_k` it leaves its most probable tokens, and no head is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.model.frozen import FrozenModel
 from spmdrl.model.policy import Policy, Teaching
 from spmdrl.step.batch import Batch
-from spmdrl.types import MicroBatch, TrainingDiverged
+from spmdrl.types import MicroBatch, TopTokens, TrainingDiverged
 
 
 class Beside:
@@ -37,46 +38,56 @@ class Beside:
 
     @torch.no_grad()
     def teach(self, batch: Batch, meshes: Meshes) -> Batch:
-        """Add `teacher_logprobs` or `teacher_hidden`; every rank that trains must call this.
+        """Add `teacher_logprobs` or `teacher_outputs`; every rank that trains must call this.
 
         Raises TrainingDiverged on all of them when a number is not finite on any.
         """
         if self._distill is None:
             return batch
         micro_batches, over_vocabulary = batch.micro_batches, self._distill.over_vocabulary
-        found: list[list[Tensor | None]] = [[] for _ in micro_batches]  # of each micro-batch, by teacher
+        found: list[list[Any]] = [[] for _ in micro_batches]  # of each micro-batch, by teacher
         for place, teacher in enumerate(self._teachers):
             wanted = [micro_batch.taught_by(place) for micro_batch in micro_batches]
             # Its layers are gathered over ranks: all of them skip a pass, or none does.
             needed = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
             for part, micro_batch, mine, is_needed in zip(found, micro_batches, wanted, map(any, needed), strict=True):
                 said = self._ask(teacher, place, micro_batch) if is_needed else None
-                part.append(said if over_vocabulary or said is None else torch.where(mine, said, 0.0))
+                is_column = not over_vocabulary
+                part.append(torch.where(mine, said, 0.0) if is_column and isinstance(said, Tensor) else said)
         with raise_on_all_ranks(meshes.training):
-            if not all(torch.isfinite(said).all() for part in found for said in part if said is not None):
+            if not all(_is_finite(said) for part in found for said in part if said is not None):
                 raise TrainingDiverged("what a teacher makes of responses is not finite; no weights were changed")
         return batch.with_micro_batches(
-            replace(micro_batch, teacher_hidden=tuple(part))
+            replace(micro_batch, teacher_outputs=tuple(part))
             if over_vocabulary
             else micro_batch.with_columns({"teacher_logprobs": _sum(micro_batch, part)})
             for part, micro_batch in zip(found, micro_batches, strict=True)
         )
 
-    def _ask(self, teacher: FrozenModel, place: int, micro_batch: MicroBatch) -> Tensor:
-        """Return the teacher's hidden states [N, D] or log-probabilities [T], on the host."""
+    def _ask(self, teacher: FrozenModel, place: int, micro_batch: MicroBatch) -> Tensor | TopTokens:
+        """Return the teacher's hidden states [N, D], most probable tokens or log-probabilities [T], on the host."""
         assert self._distill is not None
+        if self._distill.top_k is not None:
+            num_rows = self._policy.num_head_rows
+            top = teacher.top_tokens(micro_batch, place, k=self._distill.top_k, num_rows=num_rows)
+            return top.to(torch.device("cpu"))
         said = teacher.hidden(micro_batch, place) if self._distill.over_vocabulary else teacher(micro_batch).logprobs
         return said.cpu()
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Surround updates: the policy takes divergences from the teachers, whose heads are on the device."""
+        """Surround updates: the policy takes divergences from the teachers; heads that it needs are on the device."""
         if self._distill is None or self._distill.divergence == "sampled_kl":
             yield
             return
-        heads = [model.head(self._policy.num_head_rows) for model in self._teachers]
+        num_rows = self._policy.num_head_rows
+        heads = [model.head(num_rows) if self._distill.needs_heads else None for model in self._teachers]
         with self._policy.learning_from(Teaching(self._distill.divergence, self._distill.jsd_beta, heads)):
             yield
+
+
+def _is_finite(said: Tensor | TopTokens) -> bool:
+    return bool(torch.isfinite(said.logprobs if isinstance(said, TopTokens) else said).all())
 
 
 def _sum(micro_batch: MicroBatch, parts: Iterable[Tensor | None]) -> Tensor:

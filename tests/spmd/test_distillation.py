@@ -99,8 +99,10 @@ def _distilled(
     return moved, {name: metric.value() for name, metric in metrics.items()}
 
 
-def _whole_vocabulary(folder: Path, kind: str, beta: float, teachers: list[tuple[str, float]]) -> Outcome:
-    """The same update from all logits at once."""
+def _whole_vocabulary(
+    folder: Path, kind: str, beta: float, teachers: list[tuple[str, float]], k: int | None = None
+) -> Outcome:
+    """The same update from all logits at once; with `k`, all but the teacher's k most probable tokens are one."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64)
     losses, weights_of = [], []
     for place, (name, weight) in enumerate(teachers):
@@ -113,6 +115,12 @@ def _whole_vocabulary(folder: Path, kind: str, beta: float, teachers: list[tuple
                 with torch.no_grad():
                     t = (teacher(ids).logits[0, :-1, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
                 s = (student(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+                if k is not None:
+                    best, rest = t.sort(descending=True).indices.split([k, VOCABULARY - k], -1)
+                    s, t = (
+                        torch.cat([x.gather(-1, best), x.gather(-1, rest).logsumexp(-1, keepdim=True)], -1)
+                        for x in (s, t)
+                    )
                 found.append(_divergence(s, t, kind, beta)[wanted])
         losses.append(torch.cat(found).mean())
         weights_of.append(weight)
@@ -144,12 +152,14 @@ def test_the_gradient_is_that_of_all_logits(folder: Path, kind: str) -> None:
         ({**BOTH, "divergence": kind, **beta}, {}, {}),
         ({"teacher": "padded", "divergence": kind, **beta}, {}, {}),
         ({**BOTH, "divergence": kind, **beta}, {}, {"plan": {"max_tokens_per_micro_batch": 4096}}),
+        ({**BOTH, "divergence": kind, **beta, "top_k": 12}, {}, {}),
     ]
     (found,) = run_ranks(1, _distil_each, folder, cases)
     start = initial(str(folder / "student"))
     two = [("big", 0.5), ("wide", 2.0)]
-    for (weights, metrics), teachers in zip(found, ([("big", 1.0)], two, [("padded", 1.0)], two), strict=True):
-        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers)
+    compared = (([("big", 1.0)], None), (two, None), ([("padded", 1.0)], None), (two, None), (two, 12))
+    for (weights, metrics), (teachers, k) in zip(found, compared, strict=True):
+        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers, k)
         assert_same_change(expected, weights, start, 2e-5)
         assert metrics["update/loss"] == pytest.approx(numbers["update/loss"], rel=1e-5)
         if len(teachers) == 2:
@@ -162,11 +172,13 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {2: [{}, {"cp": 2}, {"tp": 2}], 4: [{
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_one_rank(folder: Path, num_ranks: int) -> None:
-    table = {**BOTH, "divergence": "jsd"}
-    ((weights, metrics),) = run_ranks(1, _distil_each, folder, [(table, {}, {})])[0]
+    tables: list[dict[str, Any]] = [{**BOTH, "divergence": "jsd"}, {**BOTH, "divergence": "reverse", "top_k": 60}]
+    wholes = run_ranks(1, _distil_each, folder, [(table, {}, {}) for table in tables])[0]
     start = initial(str(folder / "student"))
-    found = run_ranks(num_ranks, _distil_each, folder, [(table, layout, {}) for layout in LAYOUTS[num_ranks]])
-    for layout, (moved, numbers) in zip(LAYOUTS[num_ranks], found[0], strict=True):
+    cases = [(table, layout, {}) for table in tables for layout in LAYOUTS[num_ranks]]
+    found = run_ranks(num_ranks, _distil_each, folder, cases)[0]
+    expected = [whole for whole in wholes for _ in LAYOUTS[num_ranks]]
+    for (_, layout, _), (weights, metrics), (moved, numbers) in zip(cases, expected, found, strict=True):
         assert_same_change(weights, moved, start, 2e-5)
         assert numbers["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-6), layout
 
@@ -223,18 +235,22 @@ def test_the_policys_own_base_teaches_as_a_copy_of_it_does(folder: Path, num_ran
     cases: list[Case] = [
         ({"teacher": "base", **of}, {}, {"lora": "moved"}),
         ({"teacher": "student", **of}, {}, {"lora": "moved"}),
+        ({"teacher": "base", **of, "top_k": 9}, {}, {"lora": "moved"}),
+        ({"teacher": "student", **of, "top_k": 9}, {}, {"lora": "moved"}),
         ({"teacher": "base", "divergence": "jsd"}, {}, {"lora": "at its start"}),
     ]
-    (own, numbers), (copied, others), (_, nothing) = run_ranks(num_ranks, _distil_each, folder, cases)[0]
-    assert numbers == others and numbers["update/grad_norm"] > 0
-    assert all(torch.equal(own[name], copied[name]) for name in copied)
+    *found, (_, nothing) = run_ranks(num_ranks, _distil_each, folder, cases)[0]
+    for (own, numbers), (copied, others) in (found[:2], found[2:]):
+        assert numbers == others and numbers["update/grad_norm"] > 0
+        assert all(torch.equal(own[name], copied[name]) for name in copied)
     assert nothing["update/loss"] == 0.0 and nothing["update/grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_the_policy_itself_teaches_nothing(folder: Path, kind: str) -> None:
-    cases: list[Case] = [({"teacher": "student", "divergence": kind}, {}, {})]
-    ((weights, metrics),) = run_ranks(1, _distil_each, folder, cases)[0]
-    assert metrics["update/loss"] == 0.0 and metrics["update/grad_norm"] == 0.0
-    for name, tensor in initial(str(folder / "student")).items():
-        assert torch.equal(weights[name], tensor), name
+    itself = {"teacher": "student", "divergence": kind}
+    cases: list[Case] = [(itself, {}, {}), ({**itself, "top_k": 5}, {}, {})]
+    start = initial(str(folder / "student"))
+    for weights, metrics in run_ranks(1, _distil_each, folder, cases)[0]:
+        assert metrics["update/loss"] == 0.0 and metrics["update/grad_norm"] == 0.0
+        assert all(torch.equal(weights[name], tensor) for name, tensor in start.items())

@@ -431,6 +431,7 @@ NONE = "advantage.estimator=none"
 DISTILL = ('models={t={path="t"}}', "distill.teacher=t")
 BROKEN: dict[str, tuple[str, ...]] = {
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
+    "top_tokens_belong_to_the_vocabulary": (*DISTILL, "distill.top_k=8", "distill.divergence=sampled_kl"),
     "there_is_a_teacher": (*DISTILL, 'distill.teachers=[{model="t"}]'),
     "a_task_has_one_teacher": ('models={t={path="t"}}', 'distill.teachers=[{model="t"},{model="t"}]'),
     "models_are_used": ('models={t={path="t"}}',),

@@ -17,7 +17,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.preflight.forecast import Model, predict
-from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems
+from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.teachers import penalty, sampled_metrics
@@ -150,8 +150,16 @@ def test_a_head_with_more_rows_is_cut_and_one_with_fewer_refused(folder: Path) -
     (fewer,) = problems(folder, "big", own_rows=8)
     assert "its head has 99 rows, fewer than the 107" in fewer
     assert problems(folder, "big", own_rows=8, distill={"divergence": "sampled_kl"}) == []
+    assert problems(folder, "big", own_rows=8, distill={"top_k": 4}) == []
     (split,) = problems(folder, "big", rows=1, parallel={"tp": 2})
     assert "parallel.tp = 2 would divide unequally" in split
+
+
+def test_the_most_probable_tokens_are_not_all(folder: Path) -> None:
+    policy = OpenedModel('model.path = "m"', ModelConfig(path="m"), AutoConfig.from_pretrained(folder / "m"))
+    (too_many,) = top_token_problems(config({"teacher": "big", "top_k": 99}), policy)
+    assert too_many == 'distill.top_k = 99 is not below the 99 tokens of model.path = "m"; remove it'
+    assert list(top_token_problems(config({"teacher": "big", "top_k": 98}), policy)) == []
 
 
 def test_a_teacher_that_is_not_there_is_named_with_its_setting(folder: Path, tmp_path: Path) -> None:
@@ -180,6 +188,8 @@ def test_teachers_are_counted_where_they_rest_and_where_their_heads_are() -> Non
     assert host["forward-backward"].host["frozen models"] == 4 * shard // 2
     assert host["forward-backward"].device["heads of teachers"] == 2 * 1000 * 64
     assert host["forward-backward"].host["hidden states of teachers"] == 8 * 8 * 64 * 2  # 16 rollouts on 2 ranks
+    top = phases(config({"teacher": "big", "top_k": 16}))["forward-backward"]
+    assert "heads of teachers" not in top.device and top.host["hidden states of teachers"] == 8 * 8 * 16 * 12
     assert "logprobs" in host and "logprobs" not in alone
     on_device = config({"teacher": "big", "divergence": "sampled_kl"})
     big = on_device.models["big"].model_copy(update={"rests_on": "device"})

@@ -454,7 +454,7 @@ def test_a_policy_that_is_taught_scores_its_tokens_as_without_a_teacher(kernel: 
     micro_batch = lay_end_to_end(taught, {}, multiple=7, distill={0: 0.5})
     policy, teacher = (policy_of("none", kernel=kernel, num_hidden_layers=layers) for layers in (2, 1))
     with torch.no_grad():
-        micro_batch = replace(micro_batch, teacher_hidden=(teacher.hidden(micro_batch, 0),))
+        micro_batch = replace(micro_batch, teacher_outputs=(teacher.hidden(micro_batch, 0),))
         alone = policy(micro_batch)
         policy.teaching = Teaching(kind="reverse", beta=0.5, heads=[teacher.copied_head(97)])
         both = policy(micro_batch)
