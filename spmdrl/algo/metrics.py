@@ -14,6 +14,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from spmdrl.algo.evaluation import interval_of_share
+
 MAX_VALUES = 1 << 20
 MAX_WORST = 10
 
@@ -144,6 +146,32 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareBound:
+    """A bound of the interval of a share over prompts; see `interval_of_share`."""
+
+    is_upper: bool
+    total: float  # sum of the prompts' means
+    squares: float
+    count: float
+
+    @classmethod
+    def both(cls, means: Iterable[float]) -> tuple[ShareBound, ShareBound]:
+        """The lower and the upper bound for prompts with these means."""
+        means = list(means)
+        sums = math.fsum(means), math.fsum(mean * mean for mean in means), float(len(means))
+        return cls(False, *sums), cls(True, *sums)
+
+    def merge(self, other: ShareBound) -> ShareBound:
+        assert self.is_upper == other.is_upper
+        return ShareBound(
+            self.is_upper, self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
+
+    def value(self) -> float:
+        return interval_of_share(self.total, self.squares, self.count)[self.is_upper]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenValue:
     """A number about one token, and where that token is."""
 
@@ -179,7 +207,7 @@ def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -
     return math.nan if math.isnan(one) or math.isnan(other) else choose(one, other)
 
 
-Metric = Mean | Max | Min | Total | Values | EffectiveFraction | ExplainedVariance | Worst
+Metric = Mean | Max | Min | Total | Values | EffectiveFraction | ExplainedVariance | ShareBound | Worst
 Metrics = dict[str, Metric]
 
 

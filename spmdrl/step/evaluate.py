@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from spmdrl.algo.metrics import Max, Mean, Metrics
+from spmdrl.algo.evaluation import pass_at_k, reported_ks
+from spmdrl.algo.metrics import Max, Mean, Metrics, ShareBound
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import Policy
 from spmdrl.step.batch import lay_end_to_end, to_sequences
 from spmdrl.step.samples import held_out_episode_metrics
-from spmdrl.types import MicroBatch, RewardedRollout, RewardOutcome, Rollout
+from spmdrl.types import MicroBatch, Prompt, RewardedRollout, RewardOutcome, Rollout
 
 # The mismatch floor: how far engine and trainer are apart on the same few prompts, with the same weights.
 #
@@ -60,19 +61,54 @@ class Evaluation:
     samples: Sequence[Mapping[str, Any]] = ()  # rows of answers, the same on every rank
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A held-out prompt with what was sampled for it."""
+
+    answers: tuple[tuple[Rollout, RewardOutcome], ...]
+    right: tuple[bool, ...]  # of each: its reward is that from which a response counts as right
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.answers[0][0].prompt
+
+    @property
+    def share(self) -> float:
+        """The share of its responses that are right."""
+        return sum(self.right) / len(self.right)
+
+
+def scored_prompts(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success_at: float) -> list[ScoredPrompt]:
+    """Gather the responses to each prompt, in the order of their first."""
+    answers: dict[int, list[tuple[Rollout, RewardOutcome]]] = {}
+    for rollout, outcome in outcomes:
+        answers.setdefault(rollout.prompt.prompt_id, []).append((rollout, outcome))
+    return [
+        ScoredPrompt(tuple(found), tuple(outcome.reward >= success_at - _ROUNDING for _, outcome in found))
+        for found in answers.values()
+    ]
+
+
 def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success_at: float) -> Metrics:
-    """Metrics of an evaluation. Accuracy is the share of responses whose reward is `success_at` or more."""
-    outcomes = list(outcomes)
+    """Metrics of an evaluation. Accuracy is the share of responses whose reward is `success_at` or more; its interval
+    takes prompts as units."""
+    prompts = scored_prompts(outcomes, success_at=success_at)
+    outcomes = [answer for prompt in prompts for answer in prompt.answers]
 
-    def accuracy(part: Sequence[tuple[Rollout, RewardOutcome]]) -> Mean:
-        return Mean.of(float(outcome.reward >= success_at - _ROUNDING) for _, outcome in part)
+    def accuracy(part: Iterable[ScoredPrompt]) -> Mean:
+        return Mean.of(float(is_right) for prompt in part for is_right in prompt.right)
 
+    low, high = ShareBound.both(prompt.share for prompt in prompts)
     metrics: Metrics = {
-        "eval/accuracy": accuracy(outcomes),
+        "eval/accuracy": accuracy(prompts),
+        "eval/ci95_low": low,
+        "eval/ci95_high": high,
         "eval/reward": Mean.of(outcome.reward for _, outcome in outcomes),
         "eval/response_tokens": Mean.of(float(rollout.num_sampled) for rollout, _ in outcomes),
         "eval/truncated_fraction": Mean.of(float(rollout.is_truncated) for rollout, _ in outcomes),
     }
-    for task in sorted({rollout.prompt.task for rollout, _ in outcomes}):
-        metrics[f"eval/accuracy_{task}"] = accuracy([item for item in outcomes if item[0].prompt.task == task])
+    for k in reported_ks(min((len(prompt.right) for prompt in prompts), default=1)):
+        metrics[f"eval/pass_at_{k}"] = Mean.of(pass_at_k(sum(one.right), len(one.right), k) for one in prompts)
+    for task in sorted({prompt.prompt.task for prompt in prompts}):
+        metrics[f"eval/accuracy_{task}"] = accuracy(one for one in prompts if one.prompt.task == task)
     return metrics | held_out_episode_metrics(rollout for rollout, _ in outcomes)

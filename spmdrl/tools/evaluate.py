@@ -1,20 +1,31 @@
-"""Evaluate a run's exported model on its held-out prompts, with transformers: `python -m spmdrl.tools.evaluate RUN`."""
+"""Evaluate a model on held-out prompts, with transformers: `spmdrl evaluate RUN`, or `spmdrl evaluate MODEL --data FILE
+--reward KIND`. The result has pass@k and an interval; two evaluations of the same prompts are compared."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
+import tomlkit
 import torch
-from transformers import AutoConfig
+from pydantic import BaseModel, Field
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from spmdrl.algo.evaluation import paired_difference
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
+from spmdrl.config.strict import about, conform, parse_own_json
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
@@ -22,6 +33,7 @@ from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, persistent_buffers
 from spmdrl.model.trunk import model_class
+from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -29,30 +41,51 @@ from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
-from spmdrl.step.evaluate import eval_metrics
-from spmdrl.tools.program import program
-from spmdrl.types import UserError
+from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts
+from spmdrl.tools.init import choose, measure, parse, starting_tables
+from spmdrl.tools.program import program, writing
+from spmdrl.types import RewardOutcome, Rollout, UserError
 
 
 def evaluate_export(run: Path) -> dict[str, float]:
     """Load RUN/hf into an engine and evaluate it on the run's held-out prompts. UserError if there is no model."""
-    cfg = read_config(Config, str(run / "config.toml"), [])
+    cfg, folder = _of_run(run, [])
+    return scalars(eval_metrics(answers(cfg, folder), success_at=cfg.success_at))
+
+
+def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """The settings of a run and the folder of its model. Raises UserError where it has none, or nothing held out."""
+    cfg = read_config(Config, str(run / "config.toml"), overrides)
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
-    if cfg.reward.model_terms:
-        raise UserError(
-            f"{run}/config.toml rewards by a model, which this program does not ask; eval/... of the run's metrics has "
-            "the evaluation after its last step"
-        )
     if not (run / "hf" / "config.json").is_file():
         raise UserError(
             f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "
             "export.merged is false"
         )
+    return cfg, run / "hf"
+
+
+def _of_model(model: str, data: str, reward: str, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """Settings for a model and all questions of a file, as `spmdrl init` would choose them. Raises UserError."""
+    choices = choose(parse(["--model", model, "--data", data, "--reward", reward, "--gpus", "0"]))
+    tables = starting_tables(choices, measured := measure(choices))
+    every = {"num_prompts": measured.questions, "sources": tables["data"]["sources"]}
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "evaluate.toml")
+        file.write_text(tomlkit.dumps(tables | {"eval": every}), encoding="utf-8")
+        cfg, problems = located(read_config(Config, str(file), overrides))
+    if problems:
+        raise UserError("\n".join(problems))
+    return cfg, Path(cfg.model.path)
+
+
+def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
+    """Load a model into an engine, and return its responses to the held-out prompts with their rewards."""
     held_out = open_held_out(cfg)
     device = torch.device(default_device_type())
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
-    model = model_class(AutoConfig.from_pretrained(run / "hf")).from_pretrained(run / "hf", dtype=dtype)
+    model = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
     engine = TorchEngine(
         model.config,
         device=device,
@@ -79,7 +112,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
             restore_images=held_out.prompts.restore,
             in_order=True,
         )
-        return scalars(eval_metrics(rewards.collect(pending), success_at=cfg.success_at))
+        return rewards.collect(pending)
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
@@ -90,14 +123,86 @@ def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:
     return choose_kernel(cfg.model.attention, device_type, dtype)
 
 
+def items_of(prompts: Sequence[ScoredPrompt], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the file of an evaluation; a number in their keys tells equal texts apart."""
+    times: Counter[str] = Counter()
+    for one in prompts:
+        item = _item_of(one, tokenizer)
+        times[item["key"]] += 1
+        yield item | {"key": f"{item['key']}-{times[item['key']]}"}
+
+
+def _item_of(one: ScoredPrompt, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A prompt, and what came of each response."""
+    texts = [
+        tokenizer.decode([token for response in rollout.responses for token in response.token_ids])
+        for rollout, _ in one.answers
+    ]
+    return {
+        "key": hashlib.sha256(f"{one.prompt.text}\0{one.prompt.answer}".encode()).hexdigest()[:16],
+        "prompt": one.prompt.text,
+        "answer": one.prompt.answer,
+        "task": one.prompt.task,
+        "right": list(one.right),
+        "rewards": [outcome.reward for _, outcome in one.answers],
+        "responses": texts,
+    }
+
+
+def read_items(path: Path) -> dict[str, float]:
+    """Read the share of right responses to each prompt, by the prompt's key, from the file of an evaluation."""
+    with about(path):
+        rows = conform([parse_own_json(line) for line in path.read_bytes().splitlines()], list[_Item])
+    return {row.key: sum(row.right) / len(row.right) for row in rows}
+
+
+class _Item(BaseModel):
+    key: str
+    right: Annotated[list[bool], Field(min_length=1)]
+
+
+def against(ours: Mapping[str, float], theirs: Mapping[str, float], name: str) -> dict[str, float]:
+    """Compare two evaluations of the same prompts. Raises UserError where they are of others."""
+    if ours.keys() != theirs.keys():
+        shared = len(ours.keys() & theirs.keys())
+        raise UserError(
+            f"--against {name} is of other prompts: of {len(ours)} here and {len(theirs)} there {shared} are the same; "
+            "evaluate both models on the same file"
+        )
+    found = paired_difference([ours[key] for key in ours], [theirs[key] for key in ours])
+    return {f"against/{name}/{field}": value for field, value in asdict(found).items()}
+
+
 @program("cannot evaluate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     parser = Parser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("run", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
+    parser.add_argument("override", nargs="*", help="section.key=value, such as eval.samples_per_prompt=8")
+    parser.add_argument("--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet")
+    parser.add_argument("--reward", metavar="KIND", help="of such a model: math, exact, code, or my.py:function")
+    parser.add_argument("--items", type=Path, metavar="FILE", help="write each prompt with its responses as JSON lines")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with the --items of another evaluation")
+    given = parser.parse_intermixed_args(argv)
+    if (given.data is None) != (given.reward is None):
+        raise UserError("--data and --reward belong together; give both, or neither for the held-out prompts of a run")
     transformers_logging.disable_progress_bar()  # the result is one line of JSON
-    say(json.dumps(evaluate_export(arguments.run)))
+    theirs = None if given.against is None else read_items(given.against)
+    if given.data is None:
+        cfg, folder = _of_run(Path(given.run), given.override)
+    else:
+        cfg, folder = _of_model(given.run, given.data, given.reward, given.override)
+    outcomes = answers(cfg, folder)
+    values = scalars(eval_metrics(outcomes, success_at=cfg.success_at))
+    tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    items = [*items_of(scored_prompts(outcomes, success_at=cfg.success_at), tokenizer)]
+    if given.items is not None:
+        with writing(given.items, "--items"):
+            given.items.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    if theirs is not None:
+        ours = {item["key"]: sum(item["right"]) / len(item["right"]) for item in items}
+        values |= against(ours, theirs, str(given.against))
+    say(json.dumps(values))
     return 0
 
 

@@ -105,7 +105,7 @@ class Measured:
 @program("cannot write a configuration")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the configuration; returns the exit code."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     out = Path(arguments.out)
     try:
         choices = _chosen(arguments, out)
@@ -135,7 +135,7 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
     raise UserError("\n".join(problems))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Write a starting configuration for a model and a file of data.")
     parser.add_argument(
         "--model", type=option(PathText), metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from spmdrl.tools import local
-from spmdrl.tools.init import _parse, choose, main, measure, starting_tables
+from spmdrl.tools.init import choose, main, measure, parse, starting_tables
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main as train
 from tests.helpers.vision import photo, save_vision_files
@@ -103,7 +103,7 @@ def test_the_engine_is_one_that_sees_what_the_model_sees(eyes: Path, pictures: P
     save_vision_files(gemma)
     for model, engine in ((str(eyes), "sglang"), (gemma, "torch")):
         given = ["--model", model, "--data", str(pictures), "--reward", "exact", "--gpus", "1", "--image-root", "drawn"]
-        choices = choose(_parse(given))
+        choices = choose(parse(given))
         assert starting_tables(choices, measure(choices))["rollout"]["engine"] == engine
 
 
