@@ -38,8 +38,8 @@ def refusal_of_config(config: Any) -> str | None:
     if quantization := getattr(config, "quantization_config", None):
         method = getattr(quantization, "quant_method", None) or dict(quantization).get("quant_method", "an unknown way")
         return (
-            f"its weights are quantized ({method}), and quantized weights cannot be trained; "
-            "save the model dequantized, as docs/models.md shows, and train that"
+            f"its weights are quantized ({method}), and quantized weights cannot be trained; make them bfloat16 with "
+            "python -m spmdrl.tools.dequantize, which reads MXFP4 and FP8, and train that"
         )
     if number := getattr(text, "zero_expert_num", None):
         return (

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -94,6 +95,14 @@ def save_qwen3_5_vl(path: Path, **changes: Any) -> str:
     return _save(path, config)
 
 
+def save_qwen3_5_moe_vl(path: Path, **changes: Any) -> str:
+    """A random Qwen3.5 with its tower and experts, as Qwen3.6-35B-A3B."""
+    rope = MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    experts = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24}
+    text = TEXT | GATED_DELTA_NET | experts | {"rope_parameters": rope} | changes
+    return _save(path, Qwen3_5MoeConfig(text_config=text, vision_config=VISION, **TOKENS))
+
+
 def save_gemma3_vl(path: Path, **changes: Any) -> str:
     """A random Gemma 3 with its tower: every image is 4 tokens, which see each other; a sliding and a full layer."""
     text = SIZES | SLIDING | {"vocab_size": VOCABULARY, "query_pre_attn_scalar": 24} | changes
@@ -115,6 +124,7 @@ VISION_MODELS: list[Callable[..., str]] = [
     save_qwen3_vl,
     save_qwen3_vl_moe,
     save_qwen3_5_vl,
+    save_qwen3_5_moe_vl,
     save_gemma3_vl,
 ]
 

@@ -33,6 +33,7 @@ from tests.helpers.vision_models import (
     mixed_sequences,
     save_gemma3_vl,
     save_qwen2_5_vl,
+    save_qwen3_5_moe_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
     save_qwen3_vl_moe,
@@ -59,6 +60,7 @@ MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen3_vl: ("fsdp", "cp", "tp"),
     save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
     save_qwen3_5_vl: ("fsdp", "cp", "tp"),  # a recurrent layer
+    save_qwen3_5_moe_vl: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),  # and experts
 }
 ALONE = ("packed", "alone")
 POSSIBLE = all_rows(
@@ -89,8 +91,9 @@ class Measured:
     scope="module",
     params=[
         pytest.param((save, rows), id=f"{save.__name__.removeprefix('save_')}-{name}", marks=marks)
-        for name, rows, marks in (("few", FEW, ()), ("others", OTHERS, pytest.mark.slow))
+        for name, rows, slow in (("few", FEW, {save_qwen3_5_moe_vl}), ("others", OTHERS, MODELS))
         for save in MODELS
+        for marks in ((pytest.mark.slow,) if save in slow else (),)
     ],
 )
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:

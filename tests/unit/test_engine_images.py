@@ -29,6 +29,7 @@ from tests.helpers.vision_models import (
     picture,
     save_gemma3_vl,
     save_qwen2_5_vl,
+    save_qwen3_5_moe_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
     save_qwen3_vl_moe,
@@ -37,7 +38,7 @@ from tests.helpers.vision_models import (
 
 GROUP_SIZE = 3
 MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl]
-DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl}
+DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_qwen3_5_moe_vl, save_gemma3_vl}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def answers(engine: TorchEngine, asked: list[Request]) -> list[Response]:
     return [responses[i] for i in range(len(asked))]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, pytest.param(save_qwen3_5_moe_vl, marks=pytest.mark.slow)])
 def looking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Looking:
     return looking_at(request.param, tmp_path_factory.mktemp("model"))
 

@@ -35,6 +35,7 @@ REFUSED = [
     ("plot", "{folder} --out curves.xyz", "give the file a name that ends in .png"),
     ("ps", "{folder}", "{folder} has no ranks to show"),
     ("text_model", "{file} {folder}/new", "cannot extract: {file} is not a model directory"),
+    ("dequantize", "{file} {folder}/new", "cannot dequantize: {file} is not a model directory"),
     ("tiny_model", "{file}", "cannot make a model: {file} exists and is not an empty directory"),
     ("tiny_model", "{torn}", "cannot make a model: {torn} exists and is not an empty directory"),
     ("tiny_model", "{folder}/new --hidden-size 33", "--hidden-size 33: set it to a multiple of 32"),
