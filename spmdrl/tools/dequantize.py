@@ -75,7 +75,7 @@ def dequantize(source: Path, destination: Path) -> int:
 
 def _scales_elsewhere(files: Sequence[Path]) -> Mapping[str, Tensor]:
     """Read all scales, which are small and may be in another file than their weights."""
-    scales = {}
+    scales = dict[str, Tensor]()
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.endswith((_SCALES, _INVERSE))]  # noqa: SIM118
