@@ -43,6 +43,8 @@ SHOWN = (
     Shown("reward/mean", "reward", "reward"),
     Shown("eval/accuracy", "eval accuracy", "eval"),
     Shown("update/loss", "loss", "loss"),
+    Shown("pairs/accuracy", "accuracy of pairs", "accuracy"),
+    Shown("pairs/margin", "margin of pairs", "margin"),
     Shown("critic/explained_variance", "explained variance", "explained"),
     Shown("rollout/response_tokens", "response tokens", "tokens"),
     Shown("rollout/truncated_fraction", "truncated fraction", "truncated"),

@@ -120,6 +120,9 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("reward, held out", ("eval/reward",)),
         Chart("loss", ("update/loss",)),
         Chart("loss, held out", ("eval/loss",)),
+        Chart("accuracy of pairs", ("pairs/accuracy",)),
+        Chart("margin of pairs", ("pairs/margin",)),
+        Chart("margin, held out", ("eval/margin",)),
     ),
     "Responses": (
         Chart("response length, tokens", ("rollout/response_tokens",)),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmdrl.config import Config, TuningConfig, read_run_config
+from spmdrl.config import Config, PreferencesConfig, TuningConfig, read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.overhead import Parts
@@ -108,6 +108,8 @@ def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
         critic = Model.read_critic(critic_config, cfg.critic_model)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
+    if isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model:
+        return Model.read_critic(model_config, cfg.model)
     return Model.read(
         model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg) | read_reward_models(cfg)
     )

@@ -10,6 +10,7 @@ import pytest  # noqa: F401
 import reasoning_gym  # noqa: F401
 
 import spmdrl.engine.torch.engine
+import spmdrl.pairs
 import spmdrl.report.curves
 import spmdrl.report.tensorboard
 import spmdrl.sft

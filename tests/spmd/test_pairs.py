@@ -19,6 +19,8 @@ from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.pairs import main
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main as train
+from tests.helpers.models import needs_expert_plans, save_qwen3_moe
+from tests.helpers.pair_runs import preferring, write_pairs_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -27,42 +29,7 @@ from tests.helpers.small_run import (
     steady_rows,
     without_curves,
     write_config,
-    write_sft_config,
 )
-
-
-def preferring(argv: list[str]) -> tuple[int, str]:
-    """Exit code and what a rank printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = without_curves(main, argv)  # type: ignore[arg-type]
-    return code, printed.getvalue()
-
-
-def write_pairs_run(folder: Path, *, name: str = "c.toml", **tables: Any) -> Path:
-    """Write sums with a right and a wrong answer, of which ten are held out, and the configuration of a run on them."""
-    pairs = [
-        {"prompt": f"{a} + {b} =", "chosen": f" {a + b}", "rejected": " no" if a < b else f" {a + b + 1}, I guess"}
-        for a in range(10)
-        for b in range(10)
-    ]
-    for file, part in (("train", pairs[10:]), ("held-out", pairs[:10])):
-        (folder / f"{file}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in part))
-    changed = {
-        "run": {"dir": str(folder), "num_steps": 4},
-        "data": {"sources": [{"kind": "jsonl", "path": f"{folder}/train.jsonl"}]},
-        "held_out": {
-            "num_prompts": 10,
-            "every": 2,
-            "sources": [{"kind": "jsonl", "path": f"{folder}/held-out.jsonl"}],
-        },
-        "pairs": {"pairs_per_step": 8, "max_response_tokens": 16},
-        "optim": {"lr": 1e-3},
-        "report": {"tensorboard": False},
-    }
-    for key, table in tables.items():
-        changed[key] = changed.get(key, {}) | table
-    return write_sft_config(folder, name=name, **changed)
-
 
 ALONE = {"pack": {"max_tokens_per_micro_batch": None, "sequences_per_micro_batch": 2}}  # each pair by itself
 LAYOUTS = [
@@ -124,6 +91,23 @@ def test_a_run_does_not_depend_on_how_it_is_divided(
     assert {code for code, _ in run_ranks(num_ranks, preferring, [f"{tmp_path}/c.toml"])} == {0}
     for name, values in curves(tmp_path / "divided", last=2).items():
         assert values == pytest.approx(curves(expected, last=2)[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+@needs_expert_plans
+@pytest.mark.parametrize("loss", ["sigmoid", "bradley_terry"])
+def test_experts_on_several_ranks_change_nothing(loss: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", num_layers=1)  # its tokenizer
+    vocabulary = len(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    save_qwen3_moe(tmp_path / "model", vocab_size=vocabulary, num_experts=4)
+    found = []
+    for name, num_ranks, ep in (("one", 1, 1), ("divided", 2, 2)):
+        run = {"dir": str(tmp_path), "num_steps": 2, "name": name}
+        config = write_pairs_run(tmp_path, run=run, pairs={"loss": loss}, parallel={"ep": ep}, optim={"lr": 2e-3})
+        assert {code for code, _ in run_ranks(num_ranks, preferring, [str(config)])} == {0}
+        found.append(curves(tmp_path / name, last=2))
+    for name, values in found[1].items():
+        assert values == pytest.approx(found[0][name], rel=1e-4, abs=1e-5), name
 
 
 REWARD_MODEL = {"pairs": {"loss": "bradley_terry", "center_coef": 0.01}, "optim": {"lr": 2e-3}}

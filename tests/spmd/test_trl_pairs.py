@@ -1,0 +1,80 @@
+"""Training on pairs is TRL's DPOTrainer and RewardTrainer: the same losses, and the same weights after ten steps.
+
+TRL has an environment of its own, `.venv-trl`, which `bash benchmarks/run.sh` makes; without it this is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.pair_runs import preferring, write_pairs_run
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import rows
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
+NUM_STEPS, LR = 10, 0.2
+NUM_PAIRS = 90  # of `write_pairs_run`
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-trl; `bash benchmarks/run.sh` makes it")
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {"loss_type": ["sigmoid"], "beta": 0.1}),
+        ({"loss": "ipo", "beta": 0.5}, {"loss_type": ["ipo"], "beta": 0.5}),
+        ({"length_normalized": True, "beta": 2.0}, {"loss_type": ["sigmoid_norm"], "beta": 2.0}),
+        ({"loss": "bradley_terry", "center_coef": 0.01}, {"center_rewards_coefficient": 0.01}),
+    ],
+    ids=["sigmoid", "ipo", "by-length", "rewards"],
+)
+def test_losses_and_weights_are_trls(ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
+    rewards = ours.get("loss") == "bradley_terry"
+    save_tiny_model(tmp_path / "model", num_layers=2)
+    if rewards:  # both begin with the same head
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+        model.save_pretrained(tmp_path / "model")
+        AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    config = write_pairs_run(
+        tmp_path,
+        run={"dir": str(tmp_path), "num_steps": NUM_STEPS},
+        held_out=None,
+        pairs={"pairs_per_step": NUM_PAIRS, "max_response_tokens": 16, **ours},
+        optim={"name": "sgd", "momentum": 0.0, "lr": LR, "max_grad_norm": 1e9},
+    )
+    assert run_ranks(2, preferring, [str(config)])[0][0] == 0
+    job = {
+        "model": f"{tmp_path}/model",
+        "rows": f"{tmp_path}/train.jsonl",
+        "out": f"{tmp_path}/theirs",
+        "rewards": rewards,
+        "num_steps": NUM_STEPS,
+        "lr": LR,
+        "settings": theirs,
+    }
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests/helpers/trl_pairs.py", tmp_path / "job.json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [row["update/loss"] for row in rows(tmp_path / "run")]
+    assert losses == pytest.approx(json.loads((tmp_path / "theirs/losses.json").read_text()), rel=1e-4)
+    found, expected = (load_file(tmp_path / name / "hf/model.safetensors") for name in ("run", "theirs"))
+    assert found.keys() == expected.keys()
+    began = load_file(tmp_path / "model/model.safetensors")
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, atol=1e-5, rtol=0), name
+    assert max(float((expected[name] - began[name]).abs().max()) for name in expected if name in began) > 1e-3
