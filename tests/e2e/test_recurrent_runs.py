@@ -1,24 +1,34 @@
-"""A whole run of a model with recurrent layers, sampled by the torch engine."""
+"""Whole runs of models with recurrent layers, and of others that no demo has, sampled by the torch engine."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from spmdrl.tools.tiny_model import character_tokenizer
-from tests.helpers.models import save_qwen3_next
+from tests.helpers.models import save_other, save_qwen3_next
 from tests.helpers.small_run import launch, rows, sample_rows, write_config
 
+OTHERS = ("nemotron_h", "lfm2", "gemma4_text", "deepseek_v3")
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Qwen3-Next, and the configuration of a small run of it."""
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(save_qwen3_next, id="qwen3_next"),
+        *(pytest.param(partial(save_other, name), id=name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, and the configuration of a small run of it."""
     path = tmp_path_factory.mktemp("recurrent")
     tokenizer = character_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    save_qwen3_next(path / "model", vocab_size=len(tokenizer), **ids)
+    ids |= {"vocab_size_per_layer_input": len(tokenizer)} if "gemma4_text" in str(request.param) else {}
+    request.param(path / "model", vocab_size=len(tokenizer), **ids)
     tokenizer.save_pretrained(path / "model")
     write_config(
         path, run={"name": "run", "num_steps": 6, "seed": 3, "deterministic": True, "threads_per_rank": 1}, eval=None

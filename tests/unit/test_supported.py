@@ -18,6 +18,7 @@ from transformers import (
     Gemma3Config,
     Gemma3nConfig,
     Gemma3TextConfig,
+    Gemma4Config,
     InternVLConfig,
     JambaConfig,
     LlamaConfig,
@@ -40,7 +41,7 @@ from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Request, UserError
 from tests.helpers.configs import model_config
-from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, save_gemma3, save_gpt_oss
+from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, config_of, save_gemma3, save_gpt_oss
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -127,7 +128,21 @@ def qwen3_5() -> Qwen3_5Config:
     return Qwen3_5Config(text_config=SIZES | GATED_DELTA_NET, vision_config=VISION, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("config", [gemma3, qwen3_5])
+def gemma4() -> Gemma4Config:
+    text = config_of("gemma4_text").to_dict()
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 16,
+    }
+    return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+
+
+@pytest.mark.parametrize("config", [gemma3, qwen3_5, gemma4])
 def test_the_text_model_of_a_larger_one_says_the_same(tmp_path: Path, config: Callable[[], PreTrainedConfig]) -> None:
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config())
