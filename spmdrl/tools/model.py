@@ -48,7 +48,7 @@ _USUAL: Mapping[str, Any] = {
 }
 
 
-def answers(source: Source, folder: Path) -> Iterator[Verdict]:
+def answers(source: Source, folder: Path, *, with_sglang: bool = False) -> Iterator[Verdict]:
     """Build the tiny model in `folder` and answer every question about it. Raises UserError where none can be built."""
     path, cfg = folder / "tiny", ModelConfig(path="model")
     if refusal := refusal_of_config(source.config):
@@ -64,7 +64,7 @@ def answers(source: Source, folder: Path) -> Iterator[Verdict]:
     if refusal:
         yield Verdict("trained", "refused", refusal)
     else:
-        yield from verdicts(Subject(source, path))
+        yield from verdicts(Subject(source, path), with_sglang=with_sglang)
 
 
 def memory_line(config: Any) -> str:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = source_of(arguments.model)
     quiet()
     with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
-        found = list(answers(source, Path(folder)))
+        found = list(answers(source, Path(folder), with_sglang=True))
     _print(source, found)
     return 0 if all(verdict.answer == "yes" for verdict in found) else EXIT_NOT_ALL
 

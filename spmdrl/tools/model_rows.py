@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,10 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import LoraConfig, ModelConfig, PackConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
-from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.model.load import load_policy, persistent_buffers
+from spmdrl.model.load import load_policy
 from spmdrl.model.lora.policy import load_trained, random_values
-from spmdrl.model.rotary import changes_after
-from spmdrl.refit.refit import load_whole
 from spmdrl.step.export import export_hf
+from spmdrl.tools.model_engines import of_sglang, of_torch_engine
 from spmdrl.tools.model_ranks import RANKS, on_two_ranks
 from spmdrl.tools.model_scores import (
     BOUND,
@@ -38,10 +37,9 @@ from spmdrl.tools.model_scores import (
     sequences,
 )
 from spmdrl.tools.model_source import Source
-from spmdrl.types import Request, UserError
+from spmdrl.types import UserError
 
 Answer = Literal["yes", "no", "refused"]
-_RESPONSE_TOKENS = 20
 # Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: as much as this of `Subject.rounding`.
 _TIMES = 4.0
 _ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
@@ -215,25 +213,11 @@ class _NoTokenizer(PreTrainedTokenizerBase):
 
 
 def _torch_engine(subject: Subject, _: World) -> Found:
-    """What the engine reports of the tokens that it samples, with its cache, is what eager code says about them."""
-    model = eager_model(subject.path)
-    engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=3)
-    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    longest = (changes_after(model.config) or 10**9) - _RESPONSE_TOKENS
-    prompts = [one.token_ids[: min(longest, 50)] for one in subject.batch]
-    asked = [
-        Request(prompt_ids=ids, seed=seed, max_response_tokens=_RESPONSE_TOKENS, temperature=TEMPERATURE)
-        for seed, ids in enumerate(prompts)
-    ]
-    worst = 0.0
-    with torch.no_grad():
-        for index, response in engine.generate(asked):
-            said, ids = torch.tensor(response.logprobs), prompts[index] + response.token_ids
-            whole = torch.tensor(ids)
-            log_p = (model(input_ids=whole[None], use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
-            sampled = log_p[:-1].gather(1, whole[1:, None])[-len(said) :, 0]
-            worst = max(worst, float((said - sampled).abs().max()))
-    return _close(worst, subject)
+    return _close(of_torch_engine(subject.path, subject.batch), subject)
+
+
+def _sglang(subject: Subject, world: World) -> Found:
+    return _close(of_sglang(subject.path, subject.batch, world), subject)
 
 
 def _export(subject: Subject, world: World) -> Found:
@@ -264,15 +248,18 @@ ROWS: Mapping[str, Row] = {
     **{name: partial(_two_ranks, name) for name in _TWO_RANKS},
     "adapters": _adapters,
     "torch engine": _torch_engine,
+    "SGLang": _sglang,
     "export and reload": _export,
 }
 
 
-def verdicts(subject: Subject) -> Iterator[Verdict]:
-    """Answer every question in order, about a model that is not refused."""
+def verdicts(subject: Subject, *, with_sglang: bool) -> Iterator[Verdict]:
+    """Answer every question that applies in order, about a model that is not refused."""
     with spmd_session(threads_per_rank=torch.get_num_threads(), deterministic=True) as world:
         for question, row in ROWS.items():
             if question == "ep 2" and not _has_experts(subject.source.config):
+                continue
+            if question == "SGLang" and (not with_sglang or find_spec("sglang") is None):
                 continue
             try:
                 yield Verdict(question, *row(subject, world))
