@@ -254,6 +254,7 @@ docs: $(INSTALLED) ## write what is generated from the code into docs/ and confi
 	$(VENV)/bin/python -m docs.gen.tools_reference > docs/tools.md.new
 	mv docs/tools.md.new docs/tools.md
 	$(VENV)/bin/python -m docs.gen.predictions
+	$(VENV)/bin/python -m docs.gen.models_reference
 
 # The variable: mkdocs-material would print that mkdocs 2 will not do.
 site: $(INSTALLED) ## the documentation as a site that needs no network, in site/

@@ -40,8 +40,9 @@ from spmdrl.tools.model_source import Source
 from spmdrl.types import UserError
 
 Answer = Literal["yes", "no", "refused"]
-# Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: as much as this of `Subject.rounding`.
-_TIMES = 4.0
+# Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: so often what weights one bit apart
+# change, and no more than that in all.
+_TIMES, _MOST = 4.0, 1e-3
 _ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
 _LORA = LoraConfig(rank=4, alpha=4.0)
 
@@ -87,6 +88,12 @@ class Subject:
         """The change of log-probabilities and of gradients by weights one bit apart: nothing can agree better."""
         moved = eager_scores(self.path, self.batch, moved=True)
         return difference(moved, self.expected)[:2]
+
+    @property
+    def allowed(self) -> tuple[float, float]:
+        """The differences of log-probabilities and of gradients that are rounding."""
+        value, gradient = (max(BOUND, min(_TIMES * size, _MOST)) for size in self.rounding)
+        return value, gradient
 
     @cached_property
     def of_two_ranks(self) -> Mapping[str, Scores | str]:
@@ -142,9 +149,7 @@ def _one_rank(layout: Layout, subject: Subject, world: World) -> Found:
 def _parting(subject: Subject, world: World) -> str:
     """Name the first part and token where packed and eager part, and the setting that is likely the reason."""
     policy = load_policy(_model(subject), build_meshes(world).model, temperature=TEMPERATURE)
-    part, place, token = first_difference(
-        subject.path, policy, subject.batch, bound=max(BOUND, _TIMES * subject.rounding[0])
-    )
+    part, place, token = first_difference(subject.path, policy, subject.batch, bound=subject.allowed[0])
     if place > 0 and ":" in part and token < len(subject.batch[place].token_ids) // 2:  # and the first sequence agrees
         likely = "a state that leaks from the sequence before, or a mask that lets it be seen"
     elif "attn" in part and token >= 64:
@@ -174,10 +179,9 @@ def _compared(found: Scores, subject: Subject, why: Callable[[], str]) -> Found:
     apart = f"{value:.0e} nats, gradients {gradient:.0e}"
     if value < BOUND and gradient < BOUND:
         return "yes", apart
-    of_values, of_gradients = (max(BOUND, _TIMES * size) for size in subject.rounding)
-    if value < of_values and gradient < of_gradients:
+    if value < subject.allowed[0] and gradient < subject.allowed[1]:
         return "yes", f"{apart}; {_ONE_BIT.format(*subject.rounding)}"
-    return "no", f"{apart}: {why() if value >= of_values else f'the gradient of {name}'}"
+    return "no", f"{apart}: {why() if value >= subject.allowed[0] else f'the gradient of {name}'}"
 
 
 def _close(worst: float, subject: Subject, more: str = "") -> Found:
@@ -185,7 +189,7 @@ def _close(worst: float, subject: Subject, more: str = "") -> Found:
     if worst < BOUND:
         return "yes", f"{worst:.0e} nats{more}"
     said = f"{worst:.0e} nats{more}; {_ONE_BIT.format(*subject.rounding)}"
-    return "yes" if worst < _TIMES * subject.rounding[0] else "no", said
+    return "yes" if worst < subject.allowed[0] else "no", said
 
 
 def _adapters(subject: Subject, world: World) -> Found:

@@ -182,6 +182,9 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
             weight += 0.1 * torch.randn_like(weight)
         elif weight.is_floating_point():
             weight.normal_(std=0.5)
+    for layer in model.modules():  # attention whose scores are scaled by its norms alone would see a single token
+        if getattr(layer, "scaling", None) == 1.0 and hasattr(layer, "q_norm"):
+            layer.q_norm.weight.div_(layer.head_dim**0.5)
     model.save_pretrained(path)
     if family_of(config).has_transposed_experts:  # in files as they are published, though not in transformers' own
         file = path / "model.safetensors"
