@@ -17,9 +17,11 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, ModelConfig
+from spmdrl.families import vision_family
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import model_without_memory
@@ -54,6 +56,8 @@ def answers(source: Source, folder: Path, *, with_sglang: bool = False) -> Itera
     if refusal := refusal_of_config(source.config):
         yield Verdict("trained", "refused", refusal)
         return
+    if source.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and vision_family(source.config) is None:
+        raise UserError(f"{source.name}: transformers has no causal language model of type {source.config.model_type}")
     try:
         config = shrunk(source.config)
         refusal = refusal_of_model(model_without_memory(config, cfg), cfg.attention)

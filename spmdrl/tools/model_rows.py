@@ -123,7 +123,7 @@ def _on_rank(path: str) -> dict[str, Scores | str]:
             try:
                 found[name] = scores(path, layout, sequences(), world)
             except UserError as error:  # raised on every rank
-                found[name] = str(error)
+                found[name] = " ".join(str(error).split())
     return found
 
 
@@ -268,4 +268,4 @@ def verdicts(subject: Subject, *, with_sglang: bool) -> Iterator[Verdict]:
             try:
                 yield Verdict(question, *row(subject, world))
             except UserError as error:
-                yield Verdict(question, "refused", str(error))
+                yield Verdict(question, "refused", " ".join(str(error).split()))

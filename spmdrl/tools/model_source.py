@@ -49,7 +49,7 @@ def source_of(given: str) -> Source:
             *tables, last = name.split(".")
             reduce(lambda table, key: table[key], tables, settings)[last] = None
         return Source(given, _config(given, _whole(settings)), row.get("quantization"))
-    path = Path(model_folder(given, False) if given.startswith(PREFIX) else given)
+    path = Path(_cached(given) if given.startswith(PREFIX) else given)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(
@@ -62,6 +62,13 @@ def source_of(given: str) -> Source:
     quantization = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
     method = quantization.get("quant_method", "unknown") if quantization else None
     return Source(given, config, method, path if path.is_dir() else None)
+
+
+def _cached(given: str) -> str:
+    try:
+        return model_folder(given, False)
+    except UserError as error:
+        raise UserError(f"{shown(given)}: {error}; nothing is downloaded here") from error
 
 
 def _whole(settings: dict[str, Any]) -> dict[str, Any]:
