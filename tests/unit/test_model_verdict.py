@@ -42,10 +42,8 @@ def test_the_tiny_model_differs_in_sizes_alone(name: str) -> None:
         assert tiny[setting] == (value[:layers] if of_each_layer else value), setting
     kinds = real.get("layer_types") or []
     assert set(kinds) == set(tiny.get("layer_types") or [])  # at least one of each kind
-    text, small = config.get_text_config(), shrunk(config).get_text_config()
-    heads, kv_heads = (getattr(text, "num_key_value_heads", None), getattr(small, "num_key_value_heads", None))
-    if heads:
-        assert text.num_attention_heads / heads == small.num_attention_heads / kv_heads
+    if kv_heads := real.get("num_key_value_heads"):
+        assert real["num_attention_heads"] / kv_heads == tiny["num_attention_heads"] / tiny["num_key_value_heads"]
 
 
 def without_logit_scale(monkeypatch: pytest.MonkeyPatch) -> None:
