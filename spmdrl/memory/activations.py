@@ -152,17 +152,23 @@ def logits_bytes(
     tile_columns: int,
     compute_bytes: int,
     on_gpu: bool,
+    has_teacher: bool = False,
 ) -> int:
     """Bytes of the head's backward pass at its peak, when every token is a loss token.
 
     For a tile of R tokens and W columns: the logits [R, W], of which a GPU has those of the next tile as well, in the
     compute dtype, and a CPU four float32 copies (log-probabilities, their exponentials, terms of the entropy); and of
     the columns' weights [W, D] the float32 gradient, and a transposed copy and a product in the compute dtype, which a
-    GPU needs for float32 alone. The hidden states' gradient [T, D] is float32.
+    GPU needs for float32 alone. The hidden states' gradient [T, D] is float32. With a teacher's head, tiles of half as
+    many tokens are in four float32 copies on a GPU too (both models' logits, what they differ by and its exponential),
+    and twice in the compute dtype.
     """
     rows = min(chunk_tokens, num_tokens)
     columns = min(decoder.vocabulary, tile_columns, max(1, tile_elements // rows))
-    logits = rows * columns * (2 * compute_bytes if on_gpu else 4 * _FLOAT32)
+    each = 2 * compute_bytes if on_gpu else 4 * _FLOAT32
+    if has_teacher:
+        each = max(each, 2 * _FLOAT32 + compute_bytes)
+    logits = rows * columns * each
     adds_products = on_gpu and compute_bytes == 2
     weights = columns * decoder.hidden * (_FLOAT32 + (0 if adds_products else 2 * compute_bytes))
     return logits + weights + num_tokens * decoder.hidden * _FLOAT32

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from spmdrl.config import Config, SftConfig, TuningConfig
+from spmdrl.config import Config, DistillConfig, SftConfig, TuningConfig
 from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan, needs_old_logprobs
 from spmdrl.memory.activations import (
@@ -248,13 +248,17 @@ def _head_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
     return sum(rank.decoder.vocabulary * one.hidden for one in teachers) // cfg.parallel.tp * rank.compute_bytes
 
 
+def _distill(cfg: Config | TuningConfig) -> DistillConfig | None:
+    return cfg.distill if isinstance(cfg, Config | SftConfig) else None
+
+
 def _hidden_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
     """Bytes of what teachers leave of responses for the updates of a step, of full length: hidden states, or their most
     probable tokens.
 
     Each token has one teacher: those of the widest are counted.
     """
-    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    distill = _distill(cfg)
     widest = max((one.decoder.hidden for one in rank.frozen if one.teaches_vocabulary), default=0)
     each = widest * rank.compute_bytes + ((distill and distill.top_k) or 0) * _TOP_TOKEN
     tokens = math.ceil(rank.run.rollouts_per_step / rank.run.num_shares) * rank.run.max_response_tokens
@@ -386,6 +390,7 @@ def _tower_in_backward(cfg: Config | TuningConfig, rank: Rank, settings: Activat
 
 
 def _logits(cfg: Config | TuningConfig, rank: Rank) -> int:
+    distill = _distill(cfg)
     return logits_bytes(
         rank.decoder,
         num_tokens=micro_batch_tokens(cfg, rank.run),
@@ -394,6 +399,7 @@ def _logits(cfg: Config | TuningConfig, rank: Rank) -> int:
         tile_columns=rank.tile_columns,
         compute_bytes=rank.compute_bytes,
         on_gpu=rank.on_gpu,
+        has_teacher=distill is not None and distill.needs_heads,
     )
 
 

@@ -294,7 +294,6 @@ def summed_gradients(
                     put(outer(grad, hidden[rows]))
             if grad_bias is not None:
                 slab_grad_bias += grad.sum(0, dtype=torch.float32)
-            del grad  # before the next tile
         if grad_weight is not None:
             grad_weight[slab] = slab_grad_weight
         if grad_bias is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import spmdrl.model.logprobs
 from spmdrl.memory.activations import Decoder, logits_bytes
+from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
 from spmdrl.model.linear import adds_products, linear
 from spmdrl.model.logits_tile import Tile
 from spmdrl.model.logprobs import Head, next_token_logprobs
@@ -114,19 +115,26 @@ def require_near(ours: Tensor, theirs: Tensor) -> None:
     assert (apart <= ON_DEVICE * theirs.norm(dim=1)).all(), f"{apart.max()} apart"
 
 
-def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool) -> float:
-    """The head's memory at its peak, with the gradient of its weight, as a fraction of what is predicted."""
+def peak_over_prediction(
+    tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool, kind: Divergence | None = None
+) -> float:
+    """The head's memory at its peak, with the gradient of its weight, as a fraction of what is predicted; with `kind`,
+    the divergence from a teacher of the same size is in the loss."""
     device_type = "cuda" if torch.cuda.is_available() and on_gpu else "cpu"
     tokens, chunk, vocabulary = PEAK_TOKENS, PEAK_TOKENS // 2, PEAK_COLUMNS * 4
     hidden, weight = (
         torch.randn(rows, hidden_size, device=device_type).to(dtype).requires_grad_() for rows in (tokens, vocabulary)
     )
     targets = torch.arange(tokens, device=device_type)
+    options = {"temperature": 0.7, "chunk": chunk, "head": Head(linear, tile=tile)}
+    teacher = TeacherHead(weight=torch.randn_like(weight), bias=None, temperature=1.0)
+    taught = {"teacher": teacher, "teacher_hidden": torch.randn_like(hidden), "kind": kind}
     with PeakWatch() as watch:
-        logprobs, entropy = next_token_logprobs(
-            hidden, weight, None, targets, temperature=0.7, chunk=chunk, head=Head(linear, tile=tile)
-        )
-        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        if kind is None:
+            outputs: tuple[torch.Tensor, ...] = next_token_logprobs(hidden, weight, None, targets, **options)
+        else:
+            outputs = next_token_divergence(hidden, weight, None, targets, **options, **taught)
+        sum(output.sum() for output in outputs).backward()
     decoder = Decoder(
         hidden=hidden_size,
         vocabulary=vocabulary,
@@ -141,5 +149,6 @@ def peak_over_prediction(tile: Tile, dtype: torch.dtype, hidden_size: int, *, on
         tile_columns=spmdrl.model.logprobs.TILE_COLUMNS[device_type],
         compute_bytes=dtype.itemsize,
         on_gpu=on_gpu,
+        has_teacher=kind is not None,
     )
     return watch.peak_bytes / (predicted + weight.nbytes)

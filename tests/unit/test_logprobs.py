@@ -8,6 +8,7 @@ from torch import Tensor
 
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
+from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
 from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, products_added, require_near
@@ -204,6 +205,14 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_the_memory_is_what_is_predicted(dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", PEAK_TILE_ELEMENTS)
     assert 0.75 < peak_over_prediction(logits_tile, dtype, hidden_size, on_gpu=False) < 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_a_teacher_needs_no_more_memory_than_is_predicted(kind: Divergence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", PEAK_TILE_ELEMENTS)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 0.5 < peak_over_prediction(logits_tile, dtype, 8, on_gpu=False, kind=kind) < 1.1
 
 
 def test_tiles_on_cuda_begin_cache_lines_and_are_not_wide() -> None:

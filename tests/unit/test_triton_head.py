@@ -47,6 +47,13 @@ def test_the_memory_is_what_is_predicted_for_a_gpu(hidden_size: int, monkeypatch
         assert 0.85 < peak_over_prediction(logits_tile_triton, torch.bfloat16, hidden_size, on_gpu=True) < 1.1
 
 
+@pytest.mark.slow
+def test_a_teacher_needs_what_is_predicted_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, DEVICE, PEAK_TILE_ELEMENTS)
+    with products_added(DEVICE):
+        assert 0.75 < peak_over_prediction(logits_tile_triton, torch.bfloat16, 8, on_gpu=True, kind="jsd") < 1.1
+
+
 def scores_and_gradients(
     head: Head, leaves: list[Tensor], *, chunk: int, temperature: float, used: str
 ) -> list[Tensor]:
