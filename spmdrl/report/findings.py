@@ -164,10 +164,22 @@ def unmoved(name: str) -> Check:
     return check
 
 
+def without_tokens(run: History) -> np.ndarray:
+    """Return the steps that trained on no token."""
+    tokens = run["batch/loss_tokens"]
+    return tokens.steps[tokens.values == 0]
+
+
+def empty_steps(run: History) -> str | None:
+    """Find steps that trained on no token."""
+    steps = without_tokens(run)
+    return f"batch/loss_tokens is 0 in {len(steps)} steps, first in step {steps[0]}" if len(steps) else None
+
+
 def written_as_null(run: History) -> str | None:
-    """Find numbers of the update that are not finite."""
+    """Find numbers of the update that are not finite, in steps that trained on something."""
     for name, series in run.matching("update/"):
-        bad = series.steps[~np.isfinite(series.values)]
+        bad = series.steps[~np.isfinite(series.values) & ~np.isin(series.steps, without_tokens(run))]
         if len(bad):
             return f"{name} is not a finite number in {len(bad)} steps, first in step {bad[0]}"
     return None
@@ -269,6 +281,14 @@ RULES = (
         why="a sum over tokens overflowed or divided by nothing; what follows it means little",
         remedy="look at samples.jsonl of that step; lower optim.lr, or set model.compute_dtype to bfloat16",
         page="faults.md",
+    ),
+    Rule(
+        name="steps trained on nothing",
+        check=empty_steps,
+        why="no response of the step had a token to train on, so its update changed nothing, and its means are of none",
+        remedy="read `end` and `environment_failure` in samples.jsonl: where what the policy reads first is too long, "
+        "raise rollout.max_response_tokens; where every episode is left out, look at environment.masked_ends",
+        page="environments.md",
     ),
     Rule(
         name="the reward never moves",

@@ -382,6 +382,16 @@ class Episode:
         )
 
     def _begin_turn(self, context_ids: tuple[int, ...], images: tuple[ImageSpan, ...] = ()) -> None:
+        if not self.turns and self._room(context_ids) < 1:
+            read, room = len(context_ids) - len(self.prompt.token_ids), self.sampling.max_response_tokens
+            self._fail(
+                EnvironmentFailure(
+                    kind="error",
+                    reason=f"what the policy reads first is {read} tokens longer than its prompt, and an episode has "
+                    f"{room} (rollout.max_response_tokens): nothing was sampled",
+                )
+            )
+            return
         self.context_ids, self.context_images, self.state = context_ids, images, EpisodeState.SAMPLING
         if self._response_limit(context_ids) < 1:
             self._finish("context")

@@ -44,6 +44,10 @@ PROGRAMS = {
 }
 
 
+# What other projects call them.
+USUAL_NAMES = {"dpo": "pairs", "rm": "pairs", "reward": "pairs", "grpo": "train", "rl": "train", "eval": "evaluate"}
+
+
 @bears_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; returns its exit code."""
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"spmdrl {__version__}")
         return 0
     if name not in PROGRAMS:
-        near = difflib.get_close_matches(name, PROGRAMS, n=1)
+        near = [USUAL_NAMES[name]] if name in USUAL_NAMES else difflib.get_close_matches(name, PROGRAMS, n=1)
         hint = f"did you mean spmdrl {near[0]}?" if near else f"there are {', '.join(PROGRAMS)} and version"
         say(f"spmdrl {name}: no such command; {hint}", sys.stderr)
         return 2

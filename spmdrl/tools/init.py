@@ -181,7 +181,10 @@ def choose(arguments: argparse.Namespace) -> Choices:
     path = arguments.data or _ask("--data", "file of data, jsonl or parquet")
     path = _here(with_training_file, path, "--data", download=arguments.download)
     if (kind := KINDS.get(Path(path).suffix)) is None:
-        raise UserError(f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is")
+        raise UserError(
+            f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is; a data set "
+            "on a hub is hf:ORGANISATION/NAME"
+        )
     file = _here(data_file, path, "--data", download=arguments.download)
     record = first_record(FileData(kind=kind, path=file))  # type: ignore[arg-type]
     columns = list(record)

@@ -115,18 +115,23 @@ def run_name(model: str, data: str) -> str:
     return name.lstrip("._-")[:200] or "run"
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         description="Check the settings, and run on this machine: one process for each GPU, two without a GPU. "
         "`spmdrl train MODEL DATA --reward KIND` writes the configuration first, with the options of `spmdrl init`.",
         epilog="settings are documented in docs/configuration.md, exit codes in docs/faults.md",
     )
-    parser.add_argument("module", choices=MODULES)
-    parser.add_argument("config", help="TOML file")
+    parser.add_argument("config", nargs="?", help="TOML file")
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
     parser.add_argument("--nproc", "--ranks", type=int, help="another number of processes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
-    arguments = parser.parse_intermixed_args(argv)
+    module, *rest = argv or [""]
+    if module not in MODULES:
+        parser.error(f"{module or 'nothing'} is no program of ranks; they are {', '.join(MODULES)}")
+    arguments = parser.parse_intermixed_args(rest)
+    arguments.module = module
+    if arguments.config is None:
+        parser.error("name a TOML file; `spmdrl init` writes one")
     if arguments.nproc is not None and arguments.nproc < 1:
         parser.error(f"--nproc {arguments.nproc}: a run has at least 1 process")
     return arguments

@@ -179,6 +179,12 @@ def cfg_with(**settings: Any) -> EnvironmentConfig:
         ),
         ("environment_error", world_of(greeting=EnvironmentFailure(kind="error", reason="gone")), stopping(), None),
         ("environment_error", world_of(greeting=Observation(done=True)), stopping(), None),
+        (
+            "environment_error",
+            world_of(greeting=Observation(messages=({"role": "user", "content": " ".join(["9"] * 300)},))),
+            stopping(),
+            None,
+        ),
     ],
 )
 def test_every_limit_is_an_end_of_its_own(end: str, world: EnvContext, engine: FakeEngine, turns: int | None) -> None:

@@ -55,6 +55,10 @@ HEALTHY: dict[str, Values] = {
 
 FAULTY: dict[str, dict[str, Values]] = {
     "numbers that are not finite": {"update/loss": lambda step: None if step == 40 else 0.0},
+    "steps trained on nothing": {
+        "batch/loss_tokens": lambda step: 0.0 if step == 40 else 1000.0,
+        "update/entropy_nats": lambda step: None if step == 40 else 1.0 - 0.006 * step,
+    },
     "the reward never moves": {"reward/mean": lambda step: 0.0},
     "rewards failed": {"reward/failed_count": lambda step: float(step == 17)},
     "environments failed": {"episode/failed_count": lambda step: float(step > 90)},

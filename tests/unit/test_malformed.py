@@ -432,7 +432,9 @@ MODEL = {
     "absent": Case(lambda folder: shutil.rmtree(folder / "model"), "does not exist; set it to a directory"),
     "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
     "a name on a hub": Case(
-        nothing, "does not exist; set it to a directory: models are not downloaded", ("model.path=Qwen/Qwen3-0.6B",)
+        nothing,
+        'does not exist; set it to a directory, or to "hf:Qwen/Qwen3-0.6B" with',
+        ("model.path=Qwen/Qwen3-0.6B",),
     ),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
     "a config that is not JSON": Case(written("model/config.json", "{"), "config.json is not valid JSON"),
