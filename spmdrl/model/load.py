@@ -77,15 +77,9 @@ def read_model_config(cfg: ModelConfig) -> Any:
     Raises UserError when the path holds no model, or a model that is not supported.
     """
     if not Path(cfg.path).exists():
-        on_a_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.path)
-        raise UserError(
-            f'model.path = "{cfg.path}" does not exist; set it to a directory'
-            + (
-                f', or to "hf:{cfg.path}" for a model on a hub, with run.download = true to fetch it'
-                if on_a_hub
-                else ""
-            )
-        )
+        is_hubs = re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.path) is not None
+        or_this = f', or to "hf:{cfg.path}" with run.download = true' if is_hubs else ""
+        raise UserError(f'model.path = "{cfg.path}" does not exist; set it to a directory{or_this}')
     if not (Path(cfg.path) / "config.json").is_file():
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
