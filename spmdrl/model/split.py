@@ -228,11 +228,12 @@ def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
                 yield _Rule("ep", ep_plan[pattern], pattern, parent, module, parameter)
             elif pattern in tp_plan and not any(pattern.startswith(f"{experts}.") for experts in ep_plan):
                 yield _Rule("tp", tp_plan[pattern], pattern, parent, module, parameter)
-            elif parameter is None and _is_left_out(pattern, tp_plan):
+            elif parameter is None and module._parameters and _is_left_out(pattern, tp_plan):
                 yield _Rule("tp", _NORM, pattern, parent, module, parameter)
 
 
 def _is_left_out(pattern: str, tp_plan: Mapping[str, str]) -> bool:
-    """True for the norm of each head where the plan splits the heads and does not name it."""
+    """True for what the plan does not name between layers that it splits: the norm of each head, a learned activation."""
     parent, _, name = pattern.rpartition(".")
-    return name in ("q_norm", "k_norm") and tp_plan.get(f"{parent}.{name[0]}_proj") == "colwise"
+    before = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}.get(name)
+    return before is not None and tp_plan.get(f"{parent}.{before}") == "colwise"

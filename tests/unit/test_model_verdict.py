@@ -138,7 +138,7 @@ def test_one_rank_answers_as_recorded(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "granite-3.3-2b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "granite-3.3-2b", "qwen3-30b-a3b", "apertus-8b"])
 def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
     assert {verdict.question: verdict.answer for verdict in answers(source_of(name), tmp_path)} == recorded(name)
 
