@@ -233,7 +233,7 @@ def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
 
 
 def _is_left_out(pattern: str, tp_plan: Mapping[str, str]) -> bool:
-    """True for what the plan does not name between layers that it splits: the norm of each head, a learned activation."""
+    """True for what the plan does not name between split layers: the norm of each head, a learned activation."""
     parent, _, name = pattern.rpartition(".")
     before = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}.get(name)
     return before is not None and tp_plan.get(f"{parent}.{before}") == "colwise"
