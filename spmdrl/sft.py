@@ -30,7 +30,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = run.load_policy()
-        beside = Beside(policy, run.load_frozen(policy), cfg.distill)
+        beside = Beside.of(run, policy)
     objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
     learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
@@ -43,7 +43,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     with steps.until_stopped():
         for step in steps:
             with steps.phase("batch"):
-                batch = build_batch(read_pairs(run, encode, step), plan, meshes, **cfg.weighting)
+                batch = build_batch(read_pairs(run, encode, step, beside.label), plan, meshes, **cfg.weighting)
             with run.report.span("images"):
                 batch, _, looked = images.fill(batch)
             with run.report.span("logprobs"):

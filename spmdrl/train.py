@@ -66,7 +66,7 @@ def train(run: Launch[Config]) -> None:
         return serve(run)
     with report.span("load"):
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
-        beside = Beside(policy, run.load_frozen(policy), cfg.distill)
+        beside = Beside.of(run, policy)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
         scorers = Scorers(run)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
@@ -104,7 +104,7 @@ def train(run: Launch[Config]) -> None:
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # every rank computes the same assignment
                 images.restore([*(one.rollout for one in rewarded), *collected.probes])
-                sequences = to_sequences(rewarded, meshes.training, **cfg.sequence_options)
+                sequences = to_sequences(rewarded, meshes.training, beside.label, turn_weight=cfg.reward.turn_weight)
                 batch = build_batch(sequences, plan, meshes, **cfg.weighting)
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():

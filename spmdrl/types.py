@@ -277,6 +277,16 @@ class TurnSpan:
 
 NO_TEACHER = -1  # of a sequence that is not distilled
 
+
+class Hint(NamedTuple):
+    """The prompt that a sequence's teacher reads in place of the sequence's own; nothing where that is the same."""
+
+    num_replaced: int = 0  # tokens of the sequence's own prompt, its first ones
+    token_ids: tuple[int, ...] = ()
+
+
+NO_HINT = Hint()
+
 Place = tuple[int, int]  # of a sequence: its rollout's in the step's global order, its own among the rollout's
 
 
@@ -295,6 +305,7 @@ class Sequence:
     earned: float = 0.0  # the rewards of the turns of the parts before this one
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     teacher: int = NO_TEACHER  # place of its teacher in the settings
+    hint: Hint = NO_HINT
 
     @property
     def place(self) -> Place:
@@ -365,6 +376,7 @@ class MicroBatch:
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     sequence_teacher: tuple[int, ...] = ()  # [S] place of each sequence's teacher in the settings, or NO_TEACHER
+    hints: tuple[Hint, ...] = ()  # [S]
 
     # images: `step/images.py`, where there are some
     # The features of each distinct image by a frozen tower, in the order of their first places: [num_tokens, L, D],

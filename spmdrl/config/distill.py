@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from spmdrl.config.base import Count, PathText, Positive, Section, Temperature, is_set, rule
 from spmdrl.types import NO_TEACHER
@@ -18,13 +19,20 @@ class OtherModelConfig(Section):
     """Directory of the model, relative to the working directory; or its name on a hub, as `model.path`."""
     adapters: Literal["off"] | None = None
     """In place of `path`: `"off"` is the policy without the adapters of `[lora]`, which takes no memory of its own."""
+    weights: Literal["policy"] | None = None
+    """In place of `path`: `"policy"` is the policy itself before a step's updates, for a teacher that sees hints."""
     rests_on: Literal["host", "device"] = "host"
     """Memory that holds the model's shards between its passes."""
 
     @property
     def is_own_base(self) -> bool:
         """True for the policy without its adapters."""
-        return self.path is None
+        return self.adapters is not None
+
+    @property
+    def is_loaded(self) -> bool:
+        """True for a model with weights of its own."""
+        return self.path is not None
 
 
 Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
@@ -34,6 +42,12 @@ REFERENCE = (
 )
 
 
+def _with_hint(template: str) -> str:
+    if sorted(re.findall(r"\{[^{}]*\}|[{}]", template)) != ["{hint}", "{question}"]:
+        raise ValueError("must hold {hint} and {question} once each, and no other braces")
+    return template
+
+
 class TeacherConfig(Section):
     model: str
     """Name of the teacher's table, `[models.NAME]`."""
@@ -41,6 +55,9 @@ class TeacherConfig(Section):
     """The data sources whose responses it teaches, by their `task`. Unset: all that no other teacher names."""
     weight: Positive = 1.0
     """Weight of its divergence, which is a mean over the tokens of these sources alone."""
+    hint_column: str | None = None
+    """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
+    answer. Unset: it sees what the policy sees."""
     rewarded: bool = True
     """Train on the rewards of these sources too. False: they are only measured, and the other sources' tokens are the
     whole denominator of the policy loss."""
@@ -51,6 +68,12 @@ class DistillConfig(Section):
     """Name of the only teacher: the table `[models.NAME]` that says which model it is."""
     teachers: Annotated[tuple[TeacherConfig, ...], Field(strict=False)] = ()
     """In place of `teacher`: several, each for some of the data sources. Sources without one are not distilled."""
+    hint_column: str | None = None
+    """`hint_column` of the only teacher."""
+    hint_template: Annotated[str, AfterValidator(_with_hint)] = "{hint}\n\n{question}"
+    """The prompt of a teacher that sees hints; of a chat, its last message. `{question}` is the policy's own."""
+    max_hint_tokens: Count = 1024
+    """Most tokens by which a prompt with its hint may be longer than `data.max_prompt_tokens`."""
     divergence: Literal["sampled_kl", "reverse", "forward", "jsd"] = "reverse"
     """`sampled_kl`: log p(token) - log teacher(token) of each sampled token is taken off its advantage. The others are
     losses over the whole vocabulary: `reverse` is KL(policy || teacher), `forward` KL(teacher || policy), `jsd` the
@@ -85,7 +108,12 @@ class DistillConfig(Section):
     @property
     def by_place(self) -> tuple[TeacherConfig, ...]:
         """The teachers in order; sequences name theirs by its place here."""
-        return self.teachers or (TeacherConfig(model=self.teacher or ""),)
+        return self.teachers or (TeacherConfig(model=self.teacher or "", hint_column=self.hint_column),)
+
+    @property
+    def hints(self) -> bool:
+        """True when a teacher sees more than the policy."""
+        return any(one.hint_column is not None for one in self.by_place)
 
     @property
     def unrewarded(self) -> tuple[int, ...]:
@@ -120,6 +148,15 @@ def top_tokens_belong_to_the_vocabulary(distill: DistillConfig) -> Iterator[str]
             'top_k has no meaning with divergence = "sampled_kl", which is about the sampled token alone; remove it, '
             'or set divergence = "reverse", "forward" or "jsd"'
         )
+
+
+@rule(DistillConfig)
+def hint_settings_need_a_hint(distill: DistillConfig) -> Iterator[str]:
+    if distill.teachers and distill.hint_column is not None:
+        yield "hint_column is that of the only teacher; set it in teachers"
+    for name in ("hint_template", "max_hint_tokens"):
+        if not distill.hints and is_set(distill, name):
+            yield f"{name} has no meaning without hint_column; set both or remove it"
 
 
 @rule(DistillConfig)

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
 from spmdrl.config.data import ReasoningGymData
-from spmdrl.config.distill import REFERENCE
 from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_facts, engine_name_problems
 from spmdrl.config.environment import ReasoningGymEnvironment
 from spmdrl.config.errors import all_keys, did_you_mean, is_by_name, sections_at
 from spmdrl.config.rewards import EnvironmentReward
-from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
+from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
 
 
 @rule(Config)
@@ -74,7 +73,7 @@ def kl_counts_once(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
-    if _is_per_sequence(cfg) and (cfg.advantage.formula.per_token or cfg.advantage.formula.per_turn):
+    if is_per_sequence(cfg) and (cfg.advantage.formula.per_token or cfg.advantage.formula.per_turn):
         yield (
             f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but '
             f'advantage.estimator = "{cfg.advantage.estimator}" gives each its own; change one of them'
@@ -84,7 +83,7 @@ def sequence_losses_need_sequence_advantages(cfg: Config) -> Iterator[str]:
 @rule(Config)
 def sequence_losses_need_sequence_weights(cfg: Config) -> Iterator[str]:
     kind, level = cfg.correction.kind, cfg.correction.level
-    if _is_per_sequence(cfg) and kind != "none" and level == "token":
+    if is_per_sequence(cfg) and kind != "none" and level == "token":
         instead = 'kind = "mis", mode = "mask" and level' if kind == "icepop" else "level"
         yield (
             f'correction.kind = "{kind}" at level = "token" weighs tokens one by one, but loss.kind = '
@@ -95,7 +94,7 @@ def sequence_losses_need_sequence_weights(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def sequence_losses_reject_sequences(cfg: Config) -> Iterator[str]:
-    if _is_per_sequence(cfg) and cfg.correction.reject == "token":
+    if is_per_sequence(cfg) and cfg.correction.reject == "token":
         yield (
             f'correction.reject = "token" leaves out tokens, but loss.kind = "{cfg.loss.kind}" takes its ratio from '
             'all tokens of a response, so that they would be trained on; set it to "geometric" '
@@ -103,7 +102,8 @@ def sequence_losses_reject_sequences(cfg: Config) -> Iterator[str]:
         )
 
 
-def _is_per_sequence(cfg: Config) -> bool:
+def is_per_sequence(cfg: Config) -> bool:
+    """True for a policy loss that knows one advantage for all tokens of a response."""
     return cfg.loss.formula is not None and cfg.loss.formula.per_sequence
 
 
@@ -479,107 +479,6 @@ def a_quantized_base_does_not_sleep(cfg: Config) -> Iterator[str]:
             f'lora.base = "{cfg.lora.base}" {_WHOLE_ON_EACH_RANK}, and offload.trainer = "all" would move it to the '
             'host; set offload.trainer = "optimizer" or "none"'
         )
-
-
-# Rules about the models beside the policy, and about learning from them.
-
-
-@rule(Config, SftConfig)
-def models_are_used(cfg: Config | SftConfig) -> Iterator[str]:
-    known = ", ".join(f'"{name}"' for name in cfg.models) or "none"
-    for one in cfg.distill.by_place if cfg.distill else ():
-        if one.model and one.model not in cfg.models:
-            yield f'[distill]: "{one.model}" is to teach, and [models.{one.model}] is missing; there are {known}'
-    for name in cfg.models.keys() - cfg.frozen_models.keys():
-        is_reference = name == REFERENCE and isinstance(cfg, Config)
-        use = "neither loss.kl_coef nor reward.kl_coef is set" if is_reference else "[distill] does not name it"
-        yield f"[models.{name}] has no use: {use}; remove it"
-
-
-@rule(Config, SftConfig)
-def models_have_one_origin(cfg: Config | SftConfig) -> Iterator[str]:
-    for name, model in cfg.models.items():
-        if (model.path is None) == (model.adapters is None):
-            yield f"[models.{name}]: set one of models.{name}.path and models.{name}.adapters, and not both"
-        elif model.is_own_base and cfg.lora is None:
-            yield (
-                f'models.{name}.adapters = "off" is the policy without the adapters of [lora], and there is no [lora]; '
-                f"set models.{name}.path instead"
-            )
-        elif model.is_own_base and is_set(model, "rests_on"):
-            yield f"models.{name}.rests_on has no meaning for the policy without its adapters; remove it"
-
-
-@rule(Config, SftConfig)
-def teachers_have_tasks_of_the_data(cfg: Config | SftConfig) -> Iterator[str]:
-    known = sorted({source.task for source in cfg.data.sources})
-    for place, one in enumerate(cfg.distill.teachers if cfg.distill else ()):
-        for task in one.tasks or ():
-            if task not in known:
-                yield f'distill.teachers.{place}.tasks: no source of data.sources has the task "{task}", but {known}'
-
-
-@rule(Config, SftConfig)
-def rewards_can_be_left_out(cfg: Config | SftConfig) -> Iterator[str]:
-    for place in cfg.distill.unrewarded if cfg.distill else ():
-        why = "[sft] has no rewards" if isinstance(cfg, SftConfig) else 'advantage.estimator = "none" trains on none'
-        if isinstance(cfg, SftConfig) or cfg.advantage.estimator == "none":
-            yield f"distill.teachers.{place}.rewarded has no meaning: {why}; remove it"
-
-
-@rule(Config)
-def sequence_losses_need_whole_divergences(cfg: Config) -> Iterator[str]:
-    if _is_per_sequence(cfg) and cfg.distill is not None and not cfg.distill.over_vocabulary:
-        yield (
-            f'loss.kind = "{cfg.loss.kind}" knows one advantage for all tokens of a response, but distill.divergence '
-            '= "sampled_kl" gives each its own; set divergence = "reverse", or another kind'
-        )
-
-
-@rule(Config)
-def distilled_groups_are_not_dropped(cfg: Config) -> Iterator[str]:
-    if cfg.distill is not None and cfg.rollout.dynamic_sampling:
-        yield (
-            "rollout.dynamic_sampling = true drops groups of equal rewards, of which a teacher of [distill] has as "
-            "much to say as of others; remove one of them"
-        )
-
-
-@rule(SftConfig)
-def recorded_tokens_are_not_sampled(cfg: SftConfig) -> Iterator[str]:
-    if cfg.distill is not None and not cfg.distill.over_vocabulary:
-        yield (
-            'distill.divergence = "sampled_kl" compares tokens that the policy sampled, and the responses of [sft] are '
-            'recorded; set it to "forward", "reverse" or "jsd"'
-        )
-
-
-@rule(SftConfig)
-def some_loss_is_left(cfg: SftConfig) -> Iterator[str]:
-    if cfg.sft.loss_coef == 0 and cfg.distill is None:
-        yield "sft.loss_coef = 0 leaves nothing to learn without [distill]; raise it, or add [distill]"
-
-
-@rule(Config)
-def something_is_trained(cfg: Config) -> Iterator[str]:
-    if cfg.advantage.estimator == "none" and cfg.distill is None and not cfg.loss.environment_coef:
-        yield (
-            'advantage.estimator = "none" leaves rewards untrained, and there is no [distill] to learn from; add '
-            "[distill], or choose another estimator"
-        )
-
-
-@rule(Config)
-def nothing_is_compared_without_rewards(cfg: Config) -> Iterator[str]:
-    if cfg.reward.terms:
-        return
-    if cfg.advantage.estimator != "none":
-        yield (
-            f'reward.terms is empty, so that advantage.estimator = "{cfg.advantage.estimator}" has no rewards to '
-            'compare; give terms, or set estimator = "none" and learn from [distill]'
-        )
-    if cfg.eval is not None:
-        yield "reward.terms is empty, so that [eval] could not tell right answers from wrong; give terms, or remove it"
 
 
 def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:

@@ -33,7 +33,6 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.types import NO_TEACHER
 
 
 class Config(Section):
@@ -102,15 +101,6 @@ class Config(Section):
     def weighting(self) -> dict[str, Any]:
         """Settings that say what a token counts in the loss of its mini-batch."""
         return {**self.loss.weighting, "distill": self.distill}
-
-    @property
-    def sequence_options(self) -> dict[str, Any]:
-        """Settings that say what a sequence is rewarded with, and who teaches it."""
-        return {"turn_weight": self.reward.turn_weight, "teacher_of": self.teacher_of}
-
-    def teacher_of(self, task: str) -> int:
-        """Return the place of the teacher of a data source among `distill.by_place`, or NO_TEACHER."""
-        return NO_TEACHER if self.distill is None else self.distill.teacher_of(task)
 
     @property
     def sends_adapters(self) -> bool:
@@ -236,10 +226,6 @@ class SftConfig(TuningConfig):
     def weighting(self) -> dict[str, Any]:
         """Settings that say what a token counts in the loss of its mini-batch."""
         return {"aggregation": "token_mean", "distill": self.distill}
-
-    def teacher_of(self, task: str) -> int:
-        """Return the place of the teacher of a data source among `distill.by_place`, or NO_TEACHER."""
-        return NO_TEACHER if self.distill is None else self.distill.teacher_of(task)
 
 
 class PreferencesConfig(TuningConfig):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import gather_rows
-from spmdrl.types import NO_TEACHER, ImageSpan, Place, Sequence, TurnSpan
+from spmdrl.types import NO_TEACHER, Hint, ImageSpan, Place, Sequence, TurnSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class SequenceInfo:
     baseline_reward: float = math.nan  # nan where there is none
     earned: float = 0.0  # the rewards of the turns of the parts before
     teacher: int = NO_TEACHER  # its place in the settings
+    num_hinted: int = 0  # tokens of its hint
+    num_replaced: int = 0
 
     @property
     def place(self) -> Place:
@@ -41,8 +43,9 @@ class SequenceInfo:
 
     @property
     def num_whole(self) -> int:
-        """Whole numbers that are sent for it: n tokens, n mask entries, its turns and its images."""
-        return 2 * self.num_tokens + _TURN_WIDTH * self.num_turns + _IMAGE_WIDTH * self.num_images
+        """Whole numbers that are sent for it: n tokens, n mask entries, its hint, its turns and its images."""
+        others = self.num_hinted + _TURN_WIDTH * self.num_turns + _IMAGE_WIDTH * self.num_images
+        return 2 * self.num_tokens + others
 
 
 _TURN_WIDTH = 5  # number, start, end, state, and the bits of the reward
@@ -60,6 +63,8 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             len(s.turns),
             len(s.images),
             s.teacher,
+            len(s.hint.token_ids),
+            s.hint.num_replaced,
             s.reward,
             s.baseline_reward,
             s.earned,
@@ -67,14 +72,15 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
         for s in sequences
     ]
     # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 11))
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 13))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, teacher = map(int, row[:8])
-    reward, baseline_reward, earned = row[8:]
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *of_teacher = map(int, row[:10])
+    teacher, num_hinted, num_replaced = of_teacher
+    reward, baseline_reward, earned = row[10:]
     return SequenceInfo(
         index=index,
         part=part,
@@ -88,6 +94,8 @@ def _info(row: list[float], rank: int) -> SequenceInfo:
         baseline_reward=baseline_reward,
         earned=earned,
         teacher=teacher,
+        num_hinted=num_hinted,
+        num_replaced=num_replaced,
     )
 
 
@@ -172,13 +180,14 @@ def _whole_numbers(sequence: Sequence) -> Iterator[int]:
     """Iterate over everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
     turns = ((turn.number, turn.start, turn.end, turn.state, _bits(turn.reward)) for turn in sequence.turns)
     images = ((*_halves(image.digest), image.start, image.num_tokens, *image.grid) for image in sequence.images)
-    return chain(sequence.token_ids, sequence.loss_mask, *turns, *images)
+    return chain(sequence.token_ids, sequence.loss_mask, sequence.hint.token_ids, *turns, *images)
 
 
 def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Sequence:
     n = info.num_tokens
     tokens, mask = whole[: 2 * n].view(2, n).tolist()
-    of_turns, of_images = whole[2 * n :].split([_TURN_WIDTH * info.num_turns, _IMAGE_WIDTH * info.num_images])
+    widths = [info.num_hinted, _TURN_WIDTH * info.num_turns, _IMAGE_WIDTH * info.num_images]
+    of_hint, of_turns, of_images = whole[2 * n :].split(widths)
     return Sequence(
         index=info.index,
         part=info.part,
@@ -193,6 +202,7 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
         ),
         earned=info.earned,
         teacher=info.teacher,
+        hint=Hint(info.num_replaced, tuple(of_hint.tolist())),
         images=tuple(
             ImageSpan(digest=_digest(high, low), start=start, num_tokens=num_tokens, grid=(frames, rows, columns))
             for high, low, start, num_tokens, frames, rows, columns in of_images.view(-1, _IMAGE_WIDTH).tolist()

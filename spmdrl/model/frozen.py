@@ -7,7 +7,7 @@ policy's own base, with the adapters off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ class FrozenModel:
     model: Policy
     temperature: float
     is_own_base: bool = False  # `model` is the policy itself, whose adapters are off while it computes
+    is_policy: bool = False  # `model` is the policy itself, as it is before a step's updates
 
     def __call__(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens."""
@@ -50,15 +51,17 @@ class FrozenModel:
     def head(self, num_rows: int) -> TeacherHead | float:
         """Copy the first `num_rows` of this rank's rows of the head to its device; of the policy's own base, which has
         the policy's head, return the temperature."""
-        return self.temperature if self.is_own_base else self.model.copied_head(num_rows)
+        with self._alone():
+            return self.temperature if self.is_own_base else self.model.copied_head(num_rows)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self.is_own_base:
+        if not (self.is_own_base or self.is_policy):
             yield
             return
-        assert self.model.adapters is not None, "a policy without adapters is no base"
-        with self.model.adapters.off(), self.model.at_temperature(self.temperature):
+        assert self.model.adapters is not None or self.is_policy, "a policy without adapters is no base"
+        off = self.model.adapters.off() if self.model.adapters is not None and self.is_own_base else nullcontext()
+        with off, self.model.at_temperature(self.temperature):
             yield
 
 
@@ -79,8 +82,8 @@ def load_frozen(
 
     def load(name: str, model: OtherModelConfig) -> FrozenModel:
         temperature = temperatures[name]
-        if model.is_own_base:
-            return FrozenModel(policy, temperature, is_own_base=True)
+        if not model.is_loaded:
+            return FrozenModel(policy, temperature, is_own_base=model.is_own_base, is_policy=not model.is_own_base)
         settings = settings_of(model, cfg)
         own_kernel = kernel if model.path == cfg.path else None
         role: Literal["reference", "resident"] = "resident" if model.rests_on == "device" else "reference"

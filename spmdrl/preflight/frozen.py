@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
+from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.families import vision_family
 from spmdrl.model.frozen import settings_of
 from spmdrl.model.load import load_model_config, read_model_config
 from spmdrl.preflight.forecast import Model
+from spmdrl.step.hints import Lessons
 from spmdrl.types import UserError
 
 
@@ -103,6 +105,19 @@ def top_token_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Itera
     tokens = policy.config.get_text_config().vocab_size
     if distill is not None and distill.top_k is not None and distill.top_k >= tokens:
         yield f"distill.top_k = {distill.top_k} is not below the {tokens} tokens of {policy.setting}; remove it"
+
+
+def hint_problems(
+    cfg: Config | TuningConfig, policy: OpenedModel, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream
+) -> Iterator[str]:
+    """Yield a sentence for each reason why teachers cannot see hints. Raises UserError for a first prompt without its
+    hint."""
+    if not isinstance(cfg, Config | SftConfig) or cfg.distill is None or not cfg.distill.hints:
+        return
+    if vision_family(policy.config) is not None:
+        yield f"distill.hint_column is for models of text, and {policy.setting} looks at images; remove it"
+        return
+    Lessons(cfg.distill, cfg.data, tokenizer)(prompts.take(0, 1)[0])
 
 
 def first_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str:

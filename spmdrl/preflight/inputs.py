@@ -62,7 +62,14 @@ from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.frozen import OpenedModel, frozen_directories, frozen_problems, open_frozen, top_token_problems
+from spmdrl.preflight.frozen import (
+    OpenedModel,
+    frozen_directories,
+    frozen_problems,
+    hint_problems,
+    open_frozen,
+    top_token_problems,
+)
 from spmdrl.preflight.reward_models import model_terms, open_reward_model, open_reward_tokenizer, text_problems
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
@@ -145,6 +152,7 @@ def open_inputs(
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         for place, reader in readers.items():
             found.ask(text_problems, cfg, place, reader, prompts)
+        found.ask(hint_problems, cfg, policy, tokenizer, prompts)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:
         found.ask(_source_problems, cfg)

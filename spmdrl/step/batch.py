@@ -38,10 +38,13 @@ from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.rewards import turn_spans
 from spmdrl.types import (
+    NO_HINT,
     NO_TEACHER,
     PADDING_INDEX,
+    Hint,
     MicroBatch,
     MiniBatch,
+    Prompt,
     RewardedRollout,
     Rollout,
     Sequence,
@@ -76,25 +79,23 @@ class Batch:
 def to_sequences(
     rewarded: Iterable[RewardedRollout],
     mesh: DeviceMesh,
+    label: Callable[[Prompt], tuple[int, Hint]] = lambda _: (NO_TEACHER, NO_HINT),
     *,
     turn_weight: float = 0.0,
-    teacher_of: Callable[[str], int] = lambda _: NO_TEACHER,
 ) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
-    `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `teacher_of` the
-    place of the teacher of a data source. Raises TrainingDiverged on all ranks when an engine has reported a
-    log-probability that is not finite to one.
+    `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `label` gives
+    the place of a prompt's teacher, and what that reads. Raises TrainingDiverged on all ranks when an engine has
+    reported a log-probability that is not finite to one.
     """
     with raise_on_all_ranks(mesh):
         return [
-            sequence
-            for one in rewarded
-            for sequence in _sequences_of(one, turn_weight, teacher_of(one.rollout.prompt.task))
+            sequence for one in rewarded for sequence in _sequences_of(one, turn_weight, *label(one.rollout.prompt))
         ]
 
 
-def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int) -> Iterator[Sequence]:
+def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int, hint: Hint) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
     rollout, earned = rewarded.rollout, 0.0
     _require_finite_logprobs(rollout)
@@ -115,6 +116,7 @@ def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int) -
             earned=earned,
             images=trajectory.images,
             teacher=teacher,
+            hint=hint,
         )
         earned += sum(turn.reward for turn in turns)
 
@@ -310,6 +312,7 @@ def lay_end_to_end(
         else None,
         distill_weights=None if distill is None else distill_weights,
         sequence_teacher=tuple(sequence.teacher for sequence in sequences),
+        hints=tuple(sequence.hint for sequence in sequences),
     )
 
 

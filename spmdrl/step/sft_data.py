@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,8 +24,8 @@ from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation
 from spmdrl.step.images import Images
+from spmdrl.types import Hint, Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
-from spmdrl.types import UserError
 
 
 class PairEncoder:
@@ -94,14 +94,19 @@ class PairEncoder:
         return (*encode_text(self._tokenizer, text), self._tokenizer.eos_token_id)
 
 
-def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int) -> list[TrainingSequence]:
-    """Return this rank's pairs of a step; every rank that trains must call this, and all raise what one does."""
+def read_pairs(
+    run: Launch[SftConfig], encode: PairEncoder, step: int, label: Callable[[Prompt], tuple[int, Hint]]
+) -> list[TrainingSequence]:
+    """Return this rank's pairs of a step, with the teachers that `label` gives their prompts; every rank that trains
+    must call this, and all raise what one does."""
     first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
     with raise_on_all_ranks(run.meshes.training):
         pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
+        sequences = [encode(pair, index) for index, pair in enumerate(pairs, start=first)]
+        labels = [label(pair.prompt) for pair in pairs]
         return [
-            dataclasses.replace(encode(pair, index), teacher=run.cfg.teacher_of(pair.prompt.task))
-            for index, pair in enumerate(pairs, start=first)
+            dataclasses.replace(sequence, teacher=teacher, hint=hint)
+            for sequence, (teacher, hint) in zip(sequences, labels, strict=True)
         ]
 
 

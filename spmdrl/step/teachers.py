@@ -7,7 +7,7 @@ compute both distributions tile by tile. With `top_k` it leaves its most probabl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,24 +17,44 @@ from torch import Tensor
 
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.metrics import Mean, Metrics
-from spmdrl.config import DistillConfig
+from spmdrl.config import Config, DistillConfig, SftConfig
 from spmdrl.config.distill import REFERENCE
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.frozen import FrozenModel
 from spmdrl.model.policy import Policy, Teaching
+from spmdrl.run import Run
 from spmdrl.step.batch import Batch
-from spmdrl.types import MicroBatch, TopTokens, TrainingDiverged
+from spmdrl.step.hints import Lessons, hinted, unhinted
+from spmdrl.types import Hint, MicroBatch, Prompt, TopTokens, TrainingDiverged
+
+NO_LESSONS = Lessons()
 
 
 class Beside:
     """The frozen models beside a run's policy: the reference, and the teachers at their places in the settings."""
 
-    def __init__(self, policy: Policy, frozen: Mapping[str, FrozenModel], distill: DistillConfig | None) -> None:
-        """`frozen` are the models by name, as `config.frozen_models` names them."""
-        self._policy, self._distill = policy, distill
+    def __init__(
+        self,
+        policy: Policy,
+        frozen: Mapping[str, FrozenModel],
+        distill: DistillConfig | None,
+        label: Callable[[Prompt], tuple[int, Hint]] = NO_LESSONS,
+    ) -> None:
+        """`frozen` are the models by name, as `config.frozen_models` names them; `label` says who teaches the responses
+        to a prompt, and what that teacher sees."""
+        self._policy, self._distill, self.label = policy, distill, label
         self.reference = frozen.get(REFERENCE)
         self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
+
+    @classmethod
+    def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy) -> Beside:
+        """Load the frozen models of a run; every rank that trains must call this."""
+        cfg = run.cfg
+        sees_more = cfg.distill is not None and cfg.distill.hints
+        tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code) if sees_more else None
+        return cls(policy, run.load_frozen(policy), cfg.distill, Lessons(cfg.distill, cfg.data, tokenizer))
 
     @torch.no_grad()
     def teach(self, batch: Batch, meshes: Meshes) -> Batch:
@@ -67,12 +87,16 @@ class Beside:
     def _ask(self, teacher: FrozenModel, place: int, micro_batch: MicroBatch) -> Tensor | TopTokens:
         """Return the teacher's hidden states [N, D], most probable tokens or log-probabilities [T], on the host."""
         assert self._distill is not None
+        sees_more = self._distill.by_place[place].hint_column is not None
+        seen = hinted(micro_batch) if sees_more else micro_batch
         if self._distill.top_k is not None:
             num_rows = self._policy.num_head_rows
-            top = teacher.top_tokens(micro_batch, place, k=self._distill.top_k, num_rows=num_rows)
+            top = teacher.top_tokens(seen, place, k=self._distill.top_k, num_rows=num_rows)
             return top.to(torch.device("cpu"))
-        said = teacher.hidden(micro_batch, place) if self._distill.over_vocabulary else teacher(micro_batch).logprobs
-        return said.cpu()
+        if self._distill.over_vocabulary:
+            return teacher.hidden(seen, place).cpu()
+        said = teacher(seen).logprobs.cpu()
+        return unhinted(said, micro_batch) if sees_more else said
 
     @contextmanager
     def present(self) -> Iterator[None]:

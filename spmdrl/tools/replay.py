@@ -85,7 +85,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     """Run the phases of the step between sampling and refit; returns what every rank found."""
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
     policy = run.load_policy()
-    beside = Beside(policy, run.load_frozen(policy), cfg.distill)
+    beside = Beside.of(run, policy)
     learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
@@ -97,7 +97,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
-    sequences = to_sequences(rewarded, meshes.training, **cfg.sequence_options)
+    sequences = to_sequences(rewarded, meshes.training, beside.label, turn_weight=cfg.reward.turn_weight)
     batch = build_batch(sequences, plan, meshes, **cfg.weighting)
     images = _images_of(run, policy, parts)
     images.restore(rollout for rollout, _ in outcomes)

@@ -79,3 +79,9 @@ def test_sampled_tokens_are_compared_beside_rewards(folder: Path, distilled: Pat
     launch(folder, 1, "run.name=sampled", "run.num_steps=1", *overrides)
     (row,) = rows(folder / "runs/sampled")
     assert row["distill/sampled_kl_nats"] > 0 and row["update/grad_norm"] > 0
+
+
+def test_the_policy_learns_from_itself_with_the_answer_before_it(folder: Path, distilled: Path) -> None:
+    teacher = ['models={self={weights="policy"}}', 'distill={teacher="self",hint_column="answer"}']
+    launch(folder, 2, "run.name=hinted", "run.num_steps=2", *teacher)
+    assert all(row["distill/reverse_nats"] > 0 for row in rows(folder / "runs/hinted"))

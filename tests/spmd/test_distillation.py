@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
 from spmdrl.step.teachers import Beside
-from spmdrl.types import NO_TEACHER, Sequence, TurnSpan
+from spmdrl.types import NO_TEACHER, Hint, Sequence, TurnSpan
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.models import save_qwen3
 from tests.helpers.parity import assert_same_change, dealt, initial
@@ -51,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _sequences() -> list[Sequence]:
     """Sequences of two data sources in turn."""
-    random = random_sequences(SEQUENCES, vocabulary=VOCABULARY)
-    return [dataclasses.replace(sequence, teacher=number % 2) for number, sequence in enumerate(random)]
+    both = random_sequences(SEQUENCES, vocabulary=VOCABULARY)
+    return [dataclasses.replace(sequence, teacher=number % 2) for number, sequence in enumerate(both)]
 
 
 def _distil_each(folder: Path, cases: list[Case]) -> list[Outcome]:
@@ -68,7 +69,9 @@ def _distilled(
     distill, lora = DistillConfig(**table), LoraConfig(rank=4) if "lora" in changes else None
     names = [one.model for one in distill.by_place]
     models = {
-        name: OtherModelConfig(adapters="off") if name == "base" else OtherModelConfig(path=str(folder / name))
+        name: OtherModelConfig(
+            **({"base": {"adapters": "off"}, "policy": {"weights": "policy"}}).get(name) or {"path": str(folder / name)}
+        )
         for name in names
     }
     policy = load_trained(settings, lora, meshes, temperature=TEMPERATURE, seed=0)
@@ -100,7 +103,12 @@ def _distilled(
 
 
 def _whole_vocabulary(
-    folder: Path, kind: str, beta: float, teachers: list[tuple[str, float]], k: int | None = None
+    folder: Path,
+    kind: str,
+    beta: float,
+    teachers: list[tuple[str, float]],
+    sequences: list[Sequence] | None = None,
+    k: int | None = None,
 ) -> Outcome:
     """The same update from all logits at once; with `k`, all but the teacher's k most probable tokens are one."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64)
@@ -108,12 +116,15 @@ def _whole_vocabulary(
     for place, (name, weight) in enumerate(teachers):
         teacher = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
         found: list[Tensor] = []
-        for number, sequence in enumerate(_sequences()):
+        for number, sequence in enumerate(sequences or _sequences()):
             if number % len(teachers) == place:
                 ids = torch.tensor([sequence.token_ids])
                 wanted = torch.tensor(sequence.loss_mask)[1:]
+                seen = torch.tensor([sequence.hint.token_ids + sequence.token_ids[sequence.hint.num_replaced :]])
                 with torch.no_grad():
-                    t = (teacher(ids).logits[0, :-1, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
+                    t = (teacher(seen).logits[0, :-1, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
+                    longer = t.new_zeros(max(0, ids.shape[1] - seen.shape[1]), VOCABULARY)
+                    t = torch.cat([longer, t])[1 - ids.shape[1] :]
                 s = (student(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
                 if k is not None:
                     best, rest = t.sort(descending=True).indices.split([k, VOCABULARY - k], -1)
@@ -159,7 +170,7 @@ def test_the_gradient_is_that_of_all_logits(folder: Path, kind: str) -> None:
     two = [("big", 0.5), ("wide", 2.0)]
     compared = (([("big", 1.0)], None), (two, None), ([("padded", 1.0)], None), (two, None), (two, 12))
     for (weights, metrics), (teachers, k) in zip(found, compared, strict=True):
-        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers, k)
+        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers, k=k)
         assert_same_change(expected, weights, start, 2e-5)
         assert metrics["update/loss"] == pytest.approx(numbers["update/loss"], rel=1e-5)
         if len(teachers) == 2:
@@ -190,6 +201,26 @@ def test_two_teachers_are_the_sum_of_two_runs_with_one(folder: Path) -> None:
     start = initial(str(folder / "student"))
     summed = {name: one[name] + other[name] - start[name] for name in start}
     assert_same_change(both, summed, start, 1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_teacher_that_sees_hints_reads_them_in_place_of_the_prompts(folder: Path, num_ranks: int) -> None:
+    rng, sequences = random.Random(5), []
+    for number, sequence in enumerate(_sequences()):
+        prompt = sequence.loss_mask.index(True)
+        words = tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, 20)))
+        hint = Hint(prompt, words) if number % 3 else Hint()
+        sequences.append(dataclasses.replace(sequence, teacher=0, hint=hint))
+    of = {"hint_column": "hint", "divergence": "forward"}
+    names = ["big", "policy", "student"]
+    cases: list[Case] = [({"teacher": name, **of}, {}, {"sequences": sequences}) for name in names]
+    found = run_ranks(num_ranks, _distil_each, folder, cases)[0]
+    start = initial(str(folder / "student"))
+    for name, (weights, _) in zip(names, found, strict=True):
+        path = name.replace("policy", "student")
+        expected, _ = _whole_vocabulary(folder, "forward", 0.5, [(path, 1.0)], sequences)
+        assert_same_change(expected, weights, start, 2e-5)
+    assert all(torch.equal(found[1][0][name], found[2][0][name]) for name in start)
 
 
 def test_some_sources_are_rewarded_and_others_distilled(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from spmdrl.config import Config, DistillConfig, ModelConfig, SftConfig
+from spmdrl.config import Config, DistillConfig, ModelConfig, SftConfig, TeacherConfig
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
@@ -20,9 +22,10 @@ from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.step.batch import lay_end_to_end
+from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.step.teachers import penalty, sampled_metrics
-from spmdrl.tools.tiny_model import save_tiny_model
-from spmdrl.types import NO_TEACHER, UserError
+from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
+from spmdrl.types import NO_TEACHER, Hint, Prompt, UserError
 from tests.helpers.configs import minimal_config
 from tests.helpers.models import QWEN3
 from tests.helpers.sequences import random_sequences
@@ -43,10 +46,10 @@ def config(distill: dict[str, Any], **tables: dict[str, Any]) -> Config:
 def test_sources_have_the_teacher_that_names_them_or_the_one_of_all_others() -> None:
     one = DistillConfig(teacher="big")
     assert [one.teacher_of(task) for task in ("maths", "style")] == [0, 0]
-    assert minimal_config().teacher_of("maths") == NO_TEACHER
-    both = config({"teachers": [{"model": "big", "tasks": ["style"]}, {"model": "old"}]})
+    both = config({"teachers": [{"model": "big", "tasks": ["style"]}, {"model": "old"}]}).distill
     assert [both.teacher_of(task) for task in ("maths", "style")] == [1, 0]
-    some = config({"teachers": [{"model": "big", "tasks": ["style"]}]})
+    some = config({"teachers": [{"model": "big", "tasks": ["style"]}]}).distill
+    assert both is not None and some is not None
     assert [some.teacher_of(task) for task in ("maths", "style")] == [NO_TEACHER, 0]
 
 
@@ -85,6 +88,47 @@ def test_sampled_tokens_lose_what_the_teacher_finds_less_likely() -> None:
     mean = sampled_metrics(asked)["distill/sampled_kl_nats"].value()
     assert mean == pytest.approx(float(2 * expected.sum() / taught.sum()))
     assert not penalty(micro_batch.with_columns({"old_logprobs": old, "teacher_logprobs": old})).any()
+
+
+def prompt(**changes: Any) -> Prompt:
+    settings = {"prompt_id": 0, "token_ids": (5, 6, 7), "text": "1+1=", "answer": "2", "task": "maths"}
+    return Prompt(**(settings | {"metadata": {"hint": "count"}} | changes))
+
+
+def test_a_teacher_sees_the_hint_in_its_prompt_and_the_policy_does_not() -> None:
+    tokenizer, data = character_tokenizer(), minimal_config(data={"max_prompt_tokens": 16}).data
+    table = {"model": "t", "hint_column": "hint"}
+    distill = DistillConfig(teachers=(TeacherConfig(**table),), hint_template="{hint}: {question}", max_hint_tokens=4)
+    place, hint = Lessons(distill, data, tokenizer)(prompt())
+    assert (place, hint.num_replaced, tokenizer.decode(hint.token_ids)) == (0, 3, "count: 1+1=")
+    _, answered = Lessons(DistillConfig(teacher="t", hint_column="answer"), data, tokenizer)(prompt())
+    assert tokenizer.decode(answered.token_ids) == "2\n\n1+1="
+    for metadata, sentence in ({}, "has no text in the hint_column"), ({"hint": "x" * 99}, "tokens with its hint"):
+        with pytest.raises(UserError, match=sentence):
+            Lessons(distill, data, tokenizer)(prompt(metadata=metadata))
+    chat = character_tokenizer(chat=True)
+    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "1+1="})
+    _, told = Lessons(DistillConfig(teacher="t", hint_column="hint"), data, chat)(prompt(messages=messages))
+    text = chat.apply_chat_template(
+        [messages[0], {"role": "user", "content": "count\n\n1+1="}], add_generation_prompt=True, tokenize=False
+    )
+    assert tuple(chat.encode(text, add_special_tokens=False)) == told.token_ids
+
+
+def test_values_of_a_hinted_micro_batch_go_back_to_their_tokens() -> None:
+    first, second, third = random_sequences(3)
+    hints = Hint(2, (7, 8, 9)), Hint(), Hint(1, (4,))
+    sequences = [replace(one, hint=hint) for one, hint in zip((first, second, third), hints, strict=True)]
+    micro_batch = lay_end_to_end(sequences, {}, multiple=64)
+    seen = hinted(micro_batch)
+    expected = [(7, 8, 9, *first.token_ids[2:]), second.token_ids, (4, *third.token_ids[1:])]
+    starts = [0, *itertools.accumulate(map(len, expected))]
+    assert [tuple(seen.token_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)] == expected
+    assert seen.loss_mask.sum() == micro_batch.loss_mask.sum() and seen.seqlens[:3] == [*map(len, expected)]
+    back = unhinted(seen.token_ids, micro_batch)
+    replaced = torch.zeros(len(back), dtype=torch.bool)
+    replaced[[0, 1, len(first.token_ids) + len(second.token_ids)]] = True
+    assert torch.equal(back, torch.where(replaced, 0, micro_batch.token_ids))
 
 
 def test_the_first_token_that_differs_is_named() -> None:
