@@ -125,11 +125,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
     parser.add_argument("--nproc", "--ranks", type=int, help="another number of processes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
-    module, *rest = argv or [""]
-    if module not in MODULES:
-        parser.error(f"{module or 'nothing'} is no program of ranks; they are {', '.join(MODULES)}")
-    arguments = parser.parse_intermixed_args(rest)
-    arguments.module = module
+    arguments = parser.parse_intermixed_args(argv[1:])
+    arguments.module = argv[0] if argv else ""
+    if arguments.module not in MODULES:
+        parser.error(f'"{arguments.module}" is no program of ranks; they are {", ".join(MODULES)}')
     if arguments.config is None:
         parser.error("name a TOML file; `spmdrl init` writes one")
     if arguments.nproc is not None and arguments.nproc < 1:

@@ -21,7 +21,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import write_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 IN_PLACE = ("configs", "launch", "benchmarks", "constraints")
 LIMIT_S = 900.0  # of one command; a test that is not slow has pytest's limit

@@ -13,7 +13,8 @@ import pytest
 from tests.helpers.pages import is_broken, prose
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^]]*]\(([^)\s]+)\)")
 COMMAND = re.compile(r"-m (spmdrl(?:\.[a-z_]+)*)")
 PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|sbatch))`")
