@@ -23,23 +23,23 @@ from tests.helpers.small_run import rows
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
-NUM_STEPS, LR = 10, 0.2
+NUM_STEPS = 10
 NUM_PAIRS = 90  # of `write_pairs_run`
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-trl; `bash benchmarks/run.sh` makes it")
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("lr", "ours", "theirs"),
     [
-        ({}, {"loss_type": ["sigmoid"], "beta": 0.1}),
-        ({"loss": "ipo", "beta": 0.5}, {"loss_type": ["ipo"], "beta": 0.5}),
-        ({"length_normalized": True, "beta": 2.0}, {"loss_type": ["sigmoid_norm"], "beta": 2.0}),
-        ({"loss": "bradley_terry", "center_coef": 0.01}, {"center_rewards_coefficient": 0.01}),
+        (0.2, {}, {"loss_type": ["sigmoid"], "beta": 0.1}),
+        (0.01, {"loss": "ipo", "beta": 0.5}, {"loss_type": ["ipo"], "beta": 0.5}),
+        (0.05, {"length_normalized": True, "beta": 2.0}, {"loss_type": ["sigmoid_norm"], "beta": 2.0}),
+        (0.02, {"loss": "bradley_terry", "center_coef": 0.01}, {"center_rewards_coefficient": 0.01}),
     ],
     ids=["sigmoid", "ipo", "by-length", "rewards"],
 )
-def test_losses_and_weights_are_trls(ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_and_weights_are_trls(lr: float, ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
     rewards = ours.get("loss") == "bradley_terry"
     save_tiny_model(tmp_path / "model", num_layers=2)
     if rewards:  # both begin with the same head
@@ -52,7 +52,7 @@ def test_losses_and_weights_are_trls(ours: dict[str, Any], theirs: dict[str, Any
         run={"dir": str(tmp_path), "num_steps": NUM_STEPS},
         held_out=None,
         pairs={"pairs_per_step": NUM_PAIRS, "max_response_tokens": 16, **ours},
-        optim={"name": "sgd", "momentum": 0.0, "lr": LR, "max_grad_norm": 1e9},
+        optim={"name": "sgd", "momentum": 0.0, "lr": lr, "max_grad_norm": 1e9},
     )
     assert run_ranks(2, preferring, [str(config)])[0][0] == 0
     job = {
@@ -61,7 +61,7 @@ def test_losses_and_weights_are_trls(ours: dict[str, Any], theirs: dict[str, Any
         "out": f"{tmp_path}/theirs",
         "rewards": rewards,
         "num_steps": NUM_STEPS,
-        "lr": LR,
+        "lr": lr,
         "settings": theirs,
     }
     (tmp_path / "theirs").mkdir()
