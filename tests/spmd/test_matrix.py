@@ -197,7 +197,10 @@ def test_every_layout_of_gated_delta_nets_gives_what_one_rank_gives(save: Callab
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "deepseek_v3": (("cp 2", "cp 2 (ulysses)", "tp 2", "ep 2"), {"n_routed_experts": 8}),
     "gemma4_text": (("cp 2", "cp 2 (ulysses)"), {"seed": 3}),  # of others some gradients are sums of nearly nothing
-    "gemma4_text with experts": (("cp 2", "tp 2"), {"seed": 1, "num_global_key_value_heads": 2}),
+    "gemma4_text with experts": (
+        ("cp 2", "tp 2"),
+        {"seed": 4, "num_global_key_value_heads": 2, "num_experts": 4},
+    ),
     "gemma2": (("cp 2", "cp 2 (ulysses)", "tp 2"), {}),
     "falcon_h1": (("cp 2", "cp 2 (ulysses)"), {"lm_head_multiplier": 4.0}),
     # Ranks have parts of a group's heads.
