@@ -22,7 +22,7 @@ from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
 from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
-from spmdrl.step.teachers import Beside
+from spmdrl.step.teachers import Beside, teacher_lines
 
 
 def fine_tune(run: Launch[SftConfig]) -> None:
@@ -65,6 +65,7 @@ def check(cfg: SftConfig, inputs: Inputs) -> Sequence[str]:
         f"model {cfg.model.path}: {type(inputs.model_config).__name__.removesuffix('Config')}",
         *inputs.prompts.remarks(),
         *describe(pair, encode(pair, 0)),
+        *teacher_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
     ]
 

@@ -55,7 +55,7 @@ from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
-from spmdrl.step.teachers import Beside
+from spmdrl.step.teachers import Beside, teacher_lines
 from spmdrl.types import Prompt
 
 
@@ -146,6 +146,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         *success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
+        *teacher_lines(cfg),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]

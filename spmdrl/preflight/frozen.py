@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
+from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.families import vision_family
@@ -108,7 +109,11 @@ def top_token_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Itera
 
 
 def hint_problems(
-    cfg: Config | TuningConfig, policy: OpenedModel, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream
+    cfg: Config | TuningConfig,
+    plan: Plan,
+    policy: OpenedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptStream,
 ) -> Iterator[str]:
     """Yield a sentence for each reason why teachers cannot see hints. Raises UserError for a first prompt without its
     hint."""
@@ -117,6 +122,13 @@ def hint_problems(
     if vision_family(policy.config) is not None:
         yield f"distill.hint_column is for models of text, and {policy.setting} looks at images; remove it"
         return
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = plan.max_sequence_tokens + cfg.distill.max_hint_tokens
+    if limit is not None and longest > limit:
+        yield (
+            f"a prompt with its hint and a response may have {longest} tokens, but the model was made for {limit} "
+            "(max_position_embeddings); lower distill.max_hint_tokens"
+        )
     Lessons(cfg.distill, cfg.data, tokenizer)(prompts.take(0, 1)[0])
 
 

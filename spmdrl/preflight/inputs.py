@@ -152,7 +152,7 @@ def open_inputs(
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         for place, reader in readers.items():
             found.ask(text_problems, cfg, place, reader, prompts)
-        found.ask(hint_problems, cfg, policy, tokenizer, prompts)
+        found.ask(hint_problems, cfg, plan, policy, tokenizer, prompts)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:
         found.ask(_source_problems, cfg)

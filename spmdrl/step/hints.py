@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import DistillConfig, PromptsConfig
+from spmdrl.conversation import as_text
 from spmdrl.data.tokenizer import encode_prompt
 from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, UserError
 
@@ -42,10 +43,13 @@ class Lessons:
         hint = prompt.answer if column == "answer" else prompt.metadata.get(column)
         where = f"the prompt {prompt.text[-60:]!r}"
         if not isinstance(hint, str) or not hint.strip():
-            raise UserError(f'{where} has no text in the hint_column "{column}", which its teacher is to see')
+            raise UserError(
+                f'{where} has no text in the hint_column "{column}", which its teacher is to see; name a column that '
+                'has one in every row, or "answer" for the reference answer'
+            )
         if prompt.messages:
             *before, last = prompt.messages
-            content = self.distill.hint_template.format(hint=hint, question=last["content"])
+            content = self.distill.hint_template.format(hint=hint, question=as_text(last["content"]))
             token_ids, _ = encode_prompt(
                 self.tokenizer, [*before, {**last, "content": content}], system_prompt=None, chat_template="auto"
             )

@@ -154,3 +154,13 @@ def _sampled_kl(micro_batch: MicroBatch) -> Tensor:
     if old is None or teacher is None:
         return torch.zeros(len(micro_batch.token_ids), dtype=torch.float64)
     return kl_at_loss_tokens(old.double(), teacher.double(), micro_batch.loss_mask, estimator="k1")
+
+
+def teacher_lines(cfg: Config | SftConfig) -> Iterator[str]:
+    """Yield a line about each teacher of a run, for --dry-run."""
+    for one in cfg.distill.by_place if cfg.distill else ():
+        model = cfg.models[one.model]
+        own = "the policy without its adapters" if model.is_own_base else "the policy itself"
+        tasks = "all other data sources" if one.tasks is None else ", ".join(one.tasks)
+        sees = "" if one.hint_column is None else f', which sees the column "{one.hint_column}"'
+        yield f"teacher {one.model} of {tasks}: {model.path or own}{sees}"

@@ -82,6 +82,6 @@ def test_sampled_tokens_are_compared_beside_rewards(folder: Path, distilled: Pat
 
 
 def test_the_policy_learns_from_itself_with_the_answer_before_it(folder: Path, distilled: Path) -> None:
-    teacher = ['models={self={weights="policy"}}', 'distill={teacher="self",hint_column="answer"}']
+    teacher = ['models={self={weights="policy"}}', 'distill={teacher="self",hint_column="answer",max_hint_tokens=8}']
     launch(folder, 2, "run.name=hinted", "run.num_steps=2", *teacher)
     assert all(row["distill/reverse_nats"] > 0 for row in rows(folder / "runs/hinted"))

@@ -23,7 +23,7 @@ from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_proble
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.hints import Lessons, hinted, unhinted
-from spmdrl.step.teachers import penalty, sampled_metrics
+from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.types import NO_TEACHER, Hint, Prompt, UserError
 from tests.helpers.configs import minimal_config
@@ -51,6 +51,15 @@ def test_sources_have_the_teacher_that_names_them_or_the_one_of_all_others() -> 
     some = config({"teachers": [{"model": "big", "tasks": ["style"]}]}).distill
     assert both is not None and some is not None
     assert [some.teacher_of(task) for task in ("maths", "style")] == [NO_TEACHER, 0]
+
+
+def test_teachers_are_described_before_a_run() -> None:
+    some = {"model": "big", "tasks": ["style"], "hint_column": "answer"}
+    assert [*teacher_lines(config({"teachers": [some, {"model": "old"}]}))] == [
+        'teacher big of style: big, which sees the column "answer"',
+        "teacher old of all other data sources: old",
+    ]
+    assert [*teacher_lines(minimal_config())] == []
 
 
 def test_the_reference_is_one_of_the_models() -> None:
