@@ -18,7 +18,7 @@ from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "docs" / "extending.md", ROOT / "docs" / "environments.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "extending.md", ROOT / "docs" / "environments.md", ROOT / "docs" / "first-run.md")
 SECTION = re.compile(r"^##+ (?P<title>[^\n]+)$(?P<body>.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(python|toml)(?: title=\"[^\"]+\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 METRIC = re.compile(r"`((?:loss|advantage)/\w+)`")
