@@ -40,6 +40,7 @@ PROGRAMS = {
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
     "parity": Program("compare a step over other ways to split it", "spmdrl.tools.parity"),
+    "dequantize": Program("write a checkpoint in MXFP4 or FP8 with bfloat16 weights", "spmdrl.tools.dequantize"),
     "tiny-model": Program("make a small random model to try things with", "spmdrl.tools.tiny_model"),
 }
 
