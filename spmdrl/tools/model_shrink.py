@@ -178,7 +178,7 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
     for weight in weights.values():
         if weight.ndim > 1:
             weight.normal_(std=weight.shape[-1] ** -0.5)
-        elif weight.is_floating_point() and weight.std() == 0:  # of a norm, or a bias
+        elif weight.is_floating_point() and weight.unique().numel() == 1:  # of a norm, or a bias
             weight += 0.1 * torch.randn_like(weight)
         elif weight.is_floating_point():
             weight.normal_(std=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,8 @@ def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_is_asked_where_it_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("sglang")
     found = {one.question: one.answer for one in answers(source_of("qwen3-0.6b"), tmp_path, with_sglang=True)}
     assert found["SGLang"] == "yes"
 
