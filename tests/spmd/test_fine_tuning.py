@@ -62,7 +62,8 @@ def test_every_phase_of_a_run_is_predicted_and_measured_once(tmp_path: Path) -> 
     assert [row[0] for row in compared] == ["load", "update", "save", "export"]
     assert all(float(size) > 0 for _, *sizes in compared for size in sizes)
     measured = [{name for name in row if name.startswith("memory/")} for row in rows(tmp_path / "run")]
-    overall = {"memory/peak_gib", "memory/host_peak_gib", "memory/update_peak_gib"}
+    phases = {f"memory/{name}_peak_gib" for name in ("host", "logprobs", "update")}
+    overall = {"memory/peak_gib", *phases}
     # The first step comes after loading; what is saved after a step is the next one's.
     assert measured == [overall | {"memory/load_peak_gib"}, overall | {"memory/save_peak_gib"}]
     loaded = next(line for line in lines if line.startswith("loaded on 2 ranks")).split()[-2:]
