@@ -65,13 +65,17 @@ def _scores_and_gradients(
 def _divergences(
     kind: str, num_ranks: int, rank: int, of: Divergence, *, chunk: int, mesh: DeviceMesh | None = None
 ) -> list[Tensor]:
-    """The same of a divergence from a teacher with hidden states of another size, which comes third."""
+    """The same of a divergence from a teacher with hidden states of another size, which comes third.
+
+    Logits have a deviation of about 1, as differences of larger ones lose digits.
+    """
     whole, draw = _inputs(kind), torch.Generator().manual_seed(1)
     mine = slice(rank * VOCABULARY // num_ranks, (rank + 1) * VOCABULARY // num_ranks)
-    leaves = [whole.hidden, whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
+    leaves = [whole.hidden, HIDDEN**-0.5 * whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     hidden, weight, bias = (*leaves, None)[:3]
     teacher_hidden, teacher_weight = (torch.randn(rows, 2 * HIDDEN, generator=draw) for rows in (TOKENS, VOCABULARY))
+    teacher_weight *= (2 * HIDDEN) ** -0.5
     own_bias = None if whole.bias is None else whole.bias[mine]
     outputs = next_token_divergence(
         *(hidden, weight, bias, whole.targets),
