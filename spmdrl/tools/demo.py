@@ -59,7 +59,7 @@ TASKS: Mapping[str, Task] = {
         ("game ", "10", "higher", "lower", "no number"),
     ),
     "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
-    "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=220",)),
+    "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),
 }
 
 
