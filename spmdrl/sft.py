@@ -22,7 +22,7 @@ from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
 from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
-from spmdrl.step.teachers import Beside, teacher_lines
+from spmdrl.step.teachers import FrozenModels, teacher_lines
 
 
 def fine_tune(run: Launch[SftConfig]) -> None:
@@ -30,7 +30,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = run.load_policy()
-        beside = Beside.of(run, policy)
+        frozen = FrozenModels.of(run, policy)
     objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
     learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
@@ -43,12 +43,12 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     with steps.until_stopped():
         for step in steps:
             with steps.phase("batch"):
-                batch = build_batch(read_pairs(run, encode, step, beside.label), plan, meshes, **cfg.weighting)
+                batch = build_batch(read_pairs(run, encode, step, frozen.label), plan, meshes, **cfg.weighting)
             with run.report.span("images"):
                 batch, _, looked = images.fill(batch)
             with run.report.span("logprobs"):
-                batch = beside.teach(batch, meshes)
-            with steps.phase("update"), beside.present():
+                batch = frozen.teach(batch, meshes)
+            with steps.phase("update"), frozen.teaching():
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
             values = steps.report(step, [batch.metrics, looked, updated])

@@ -55,7 +55,7 @@ from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
-from spmdrl.step.teachers import Beside, teacher_lines
+from spmdrl.step.teachers import FrozenModels, teacher_lines
 from spmdrl.types import Prompt
 
 
@@ -66,7 +66,7 @@ def train(run: Launch[Config]) -> None:
         return serve(run)
     with report.span("load"):
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
-        beside = Beside.of(run, policy)
+        frozen = FrozenModels.of(run, policy)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
         scorers = Scorers(run)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
@@ -104,7 +104,7 @@ def train(run: Launch[Config]) -> None:
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
             with steps.phase("batch"):  # every rank computes the same assignment
                 images.restore([*(one.rollout for one in rewarded), *collected.probes])
-                sequences = to_sequences(rewarded, meshes.training, beside.label, turn_weight=cfg.reward.turn_weight)
+                sequences = to_sequences(rewarded, meshes.training, frozen.label, turn_weight=cfg.reward.turn_weight)
                 batch = build_batch(sequences, plan, meshes, **cfg.weighting)
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():
@@ -113,11 +113,11 @@ def train(run: Launch[Config]) -> None:
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, probes, meshes)
                 with steps.phase("logprobs"):
-                    batch = add_logprobs(batch, learners, beside, cfg, meshes)
+                    batch = add_logprobs(batch, learners, frozen, cfg, meshes)
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
                     batch = correct(batch, cfg, meshes)
                     batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
-                with steps.phase("update"), beside.present():  # the last vote: from here on weights change
+                with steps.phase("update"), frozen.teaching():  # the last vote: from here on weights change
                     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))
             with report.span("refit"):

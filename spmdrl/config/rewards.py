@@ -188,7 +188,7 @@ def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
 def templates_have_their_fields(reward: RewardConfig) -> Iterator[str]:
     for place, term in reward.model_terms.items():
         if term.template not in ("chat", "pairs"):
-            yield from _template_problems(f"terms.{place}.template = {term.template!r}", term.template)
+            yield from _template_problems(f"of terms, number {place}: template = {term.template!r}", term.template)
 
 
 def _template_problems(setting: str, template: str) -> Iterator[str]:

@@ -16,13 +16,15 @@ from spmdrl.learn.learner import CRITIC, POLICY, Learner
 from spmdrl.model.frozen import FrozenModel
 from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
-from spmdrl.step.teachers import Beside
+from spmdrl.step.teachers import FrozenModels
 from spmdrl.types import MicroBatch, TrainingDiverged
 
 Forward = Callable[[MicroBatch], Tensor]
 
 
-def add_logprobs(batch: Batch, learners: Mapping[str, Learner], beside: Beside, cfg: Config, meshes: Meshes) -> Batch:
+def add_logprobs(
+    batch: Batch, learners: Mapping[str, Learner], frozen: FrozenModels, cfg: Config, meshes: Meshes
+) -> Batch:
     """Add `old_logprobs` where something needs them before the updates (`config.plan.needs_old_logprobs`) or they are
     the engine's, `ref_logprobs` where there is a reference, what teachers say, and `values` where there is a critic.
     Every rank that trains must call this.
@@ -38,10 +40,10 @@ def add_logprobs(batch: Batch, learners: Mapping[str, Learner], beside: Beside, 
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
         forwards["old_logprobs"] = lambda micro_batch: learners[POLICY].model(micro_batch).logprobs
-    forwards |= reference_columns(beside.reference)
+    forwards |= reference_columns(frozen.reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
-    completed = beside.teach(add_columns(batch, forwards, meshes.training), meshes)
+    completed = frozen.teach(add_columns(batch, forwards, meshes.training), meshes)
     if CRITIC in learners:
         reshard(learners[CRITIC].model)  # the policy is updated before it, and needs the memory
     return completed

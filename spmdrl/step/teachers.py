@@ -32,7 +32,7 @@ from spmdrl.types import Hint, MicroBatch, Prompt, TopTokens, TrainingDiverged
 NO_LESSONS = Lessons()
 
 
-class Beside:
+class FrozenModels:
     """The frozen models beside a run's policy: the reference, and the teachers at their places in the settings."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Beside:
         self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
 
     @classmethod
-    def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy) -> Beside:
+    def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy) -> FrozenModels:
         """Load the frozen models of a run; every rank that trains must call this."""
         cfg = run.cfg
         sees_more = cfg.distill is not None and cfg.distill.hints
@@ -99,7 +99,7 @@ class Beside:
         return unhinted(said, micro_batch) if sees_more else said
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def teaching(self) -> Iterator[None]:
         """Surround updates: the policy takes divergences from the teachers; heads that it needs are on the device."""
         if self._distill is None or self._distill.divergence == "sampled_kl":
             yield

@@ -47,7 +47,7 @@ from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_logprobs
 from spmdrl.step.rewards import shape_rewards
-from spmdrl.step.teachers import Beside
+from spmdrl.step.teachers import FrozenModels
 from spmdrl.tools.program import option, program
 from spmdrl.types import TrainingDiverged, UserError
 
@@ -85,7 +85,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     """Run the phases of the step between sampling and refit; returns what every rank found."""
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
     policy = run.load_policy()
-    beside = Beside.of(run, policy)
+    frozen = FrozenModels.of(run, policy)
     learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
@@ -97,16 +97,16 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
-    sequences = to_sequences(rewarded, meshes.training, beside.label, turn_weight=cfg.reward.turn_weight)
+    sequences = to_sequences(rewarded, meshes.training, frozen.label, turn_weight=cfg.reward.turn_weight)
     batch = build_batch(sequences, plan, meshes, **cfg.weighting)
     images = _images_of(run, policy, parts)
     images.restore(rollout for rollout, _ in outcomes)
     batch, _, _ = images.fill(batch)
-    batch = add_logprobs(batch, learners, beside, cfg, meshes)
+    batch = add_logprobs(batch, learners, frozen, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
     batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
-    with beside.present():
+    with frozen.teaching():
         updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
     return gather_objects(meshes.training, hooks.take(batch.mini_batches, merge_all(updates)))
 

@@ -90,7 +90,7 @@ def resolved(folder: Path) -> dict[str, Any]:
         changes = [f"model.path={folder / 'model'}", *(override.format(folder=folder) for override in overrides)]
         cfg = read(folder, GOOD, "rollout.engine=sglang", *changes)
         options = sglang_options(cfg, plan, world, load_model_config(cfg.model))
-        with sglang_process._launch_surroundings(options.environment):
+        with sglang_process._launch_surroundings(options.environment, sockets=str(folder)):
             arguments = ServerArgs(**options.arguments)
             arguments.resolve_once()
             arguments.check_server_args()

@@ -12,6 +12,8 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
+from spmdrl.model.policy import Policy
+from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
@@ -42,3 +44,9 @@ def full_state(learner: Learner) -> dict[str, Tensor]:
         for key, value in learner.optimizer.state.get(parameter, {}).items():
             state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     return state
+
+
+def full_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
+    """Every weight, as a refit gathers it: `full_tensor` of torch 2.11 does not know how packed experts are split."""
+    gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**20, naming="model")
+    return {name: tensor.clone() for bucket in gatherer.whole_tensors() for name, tensor in bucket}

@@ -1,14 +1,50 @@
-"""The numbers that trackers have written offline on a disk: prints {run: {step: {name: number}}} as JSON."""
+"""A run's folder for sinks; and the numbers that trackers have written offline: as a program it prints
+{run: {step: {name: number}}} as JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from spmdrl.config import ReportConfig
+from spmdrl.config.sinks import SinksConfig
+from spmdrl.report import Report, RunFolder
+from spmdrl.report.files import MetricsFile
+from spmdrl.report.sinks import sinks_of
+
+
+def set_sinks(run: Path, sinks: Mapping[str, Mapping[str, Any]]) -> None:
+    lines = ["[report]"]
+    for kind, cfg in sinks.items():
+        params = cfg.get("params", {})
+        lines.append(f"[report.sinks.{kind}]")
+        lines += [f"{name} = {json.dumps(value)}" for name, value in cfg.items() if name != "params"]
+        lines += [f"params.{name} = {json.dumps(value)}" for name, value in params.items()]
+    (run / "config.toml").write_text("\n".join(lines))
+
+
+def report(run: Path) -> Report:
+    sinks, _ = sinks_of(run)
+    cfg = ReportConfig(tensorboard=False, console="plain", sinks=SinksConfig(**sinks))
+    return Report(cfg, RunFolder(run), num_steps=3, active=True)
+
+
+def write_rows(run: Path, steps: Sequence[int], *, start_step: int, shift: float = 0.0) -> None:
+    """Write rows as a run does: a step's own, then its evaluation's numbers added to the same row."""
+    file = MetricsFile(run / "metrics.jsonl", start_step=start_step)
+    for step in steps:
+        file.write(step, {"reward/mean": step / 7, "time/step_s": step / 3 + shift, "update/nan": math.nan})
+        if step % 2 == 0:
+            file.write(step, {"eval/accuracy": step / 11})
+    file.close()
+
 
 Found = Iterator[tuple[str, int, str, float]]  # run, step, name, value
 

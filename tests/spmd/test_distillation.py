@@ -23,14 +23,14 @@ from spmdrl.model.frozen import load_frozen
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
-from spmdrl.step.teachers import Beside
+from spmdrl.step.teachers import FrozenModels
 from spmdrl.types import NO_TEACHER, Hint, Sequence, TurnSpan
 from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.learners import full_weights
 from tests.helpers.models import save_qwen3
 from tests.helpers.parity import assert_same_change, dealt, initial
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
-from tests.spmd.test_tensor_parallel import full_weights
 
 VOCABULARY, SEQUENCES, TEMPERATURE = 96, 12, 0.8
 ONE = {"teacher": "big"}
@@ -79,7 +79,7 @@ def _distilled(
     frozen = load_frozen(policy, settings, models, meshes, temperatures=temperatures)
     if changes.get("lora") == "moved" and policy.adapters is not None:
         policy.adapters.load(random_values(policy.adapters.trained, seed=1))
-    beside = Beside(policy, frozen, distill)
+    taught = FrozenModels(policy, frozen, distill)
     sequences = changes.get("sequences") or _sequences()
     sequences = sequences if distill.teachers else [dataclasses.replace(one, teacher=0) for one in sequences]
     only = changes.get("only", range(len(names)))
@@ -95,8 +95,8 @@ def _distilled(
     objective = PolicyObjective(loss_config(), distill=distill)
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32)
-    mini_batches = beside.teach(batch, meshes).mini_batches
-    with beside.present():
+    mini_batches = taught.teach(batch, meshes).mini_batches
+    with taught.teaching():
         metrics = update(learner, mini_batches, meshes, step=1)
     moved = full_weights(policy, meshes) if policy.adapters is None else policy.adapters.trained
     return moved, {name: metric.value() for name, metric in metrics.items()}

@@ -12,19 +12,18 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from spmdrl import checkpoint
 from spmdrl.config import OptimConfig, ParallelConfig
-from spmdrl.dist.mesh import Meshes, build_meshes
+from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model import operators
 from spmdrl.model.load import load_policy, load_reference
-from spmdrl.model.policy import Policy
-from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import loss_config, model_config, plan_for
+from tests.helpers.learners import full_weights
 from tests.helpers.models import (
     HAS_EXPERT_PLANS,
     needs_expert_plans,
@@ -104,12 +103,6 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     mini_batches = completed(batch, meshes, policy, reference).mini_batches
     metrics = update(learner, mini_batches, meshes, step=1)
     return full_weights(policy, meshes), {name: metric.value() for name, metric in metrics.items()}
-
-
-def full_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
-    """Every weight, as a refit gathers it: `full_tensor` of torch 2.11 does not know how packed experts are split."""
-    gatherer = Gatherer(policy, meshes.model.copy, dtype=torch.float32, bucket_bytes=2**20, naming="model")
-    return {name: tensor.clone() for bucket in gatherer.whole_tensors() for name, tensor in bucket}
 
 
 CASES: dict[int, list[Case]] = {

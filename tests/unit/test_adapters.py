@@ -98,12 +98,12 @@ def test_the_planner_counts_adapters(tmp_path: Path, num_ranks: int) -> None:
     assert planned.weights == 2 * size.shard + 4 * adapters
     assert planned.gradients == 4 * adapters + 4 * own
     assert planned.optimizer == 8 * own
-    assert planned.adapters == 4 * adapters
+    assert planned.stays == 4 * adapters
     with_start = Model.read(config, cfg, lora=LoraConfig(rank=5, init="pissa")).size(
         ParallelConfig(), num_training=num_ranks
     )
     beside = training_memory(cfg, OptimConfig(lr=1.0), [with_start], compute_bytes=2)
-    assert beside == replace(planned, weights=planned.weights + 4 * adapters, adapters=8 * adapters)
+    assert beside == replace(planned, weights=planned.weights + 4 * adapters, stays=8 * adapters)
 
 
 def test_the_planner_counts_a_base_in_few_bits(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ PLAIN = {
 def is_noun(kind: Any) -> bool:
     """True for a dataclass or a named tuple that needs no tensor."""
     fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
-    return inspect.isclass(kind) and fields and kind is not nouns.MicroBatch
+    return inspect.isclass(kind) and fields and kind not in (nouns.MicroBatch, nouns.TopTokens)
 
 
 NOUNS = [kind for module in (nouns, conversation) for kind in vars(module).values() if is_noun(kind)]

@@ -474,6 +474,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "kl_horizon_needs_kl_target": ("reward.kl_horizon=3",),
     "code_needs_a_sandbox": ('reward.terms=[{kind="code"}]', "reward.sandbox.mode=off"),
     "tests_end_before_the_reward": ('reward.terms=[{kind="code"}]', "reward.timeout_s=1.0"),
+    "templates_have_their_fields": ('reward.terms=[{kind="model",path="a",template="{prompt}"}]',),
+    "reward_models_score_finished_groups": ('reward.terms=[{kind="model",path="a"}]', "rollout.dynamic_sampling=true"),
     "some_term_has_a_positive_weight": ('reward.terms=[{kind="exact",weight=0.0}]',),
     "settings_belong_to_the_optimizer": ("optim.momentum=0.5",),
     "state_on_host_needs_state": ("optim.name=sgd", "optim.state_on_host=true"),

@@ -130,8 +130,10 @@ def by_definition(
 
 
 def exact_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """In the place of transformers' function, for one sequence whose key heads are already repeated."""
-    inputs = (q[0, :, ::2], k[0, :, ::2], v[0], g[0], beta[0])
+    """In the place of transformers' function, for one sequence; before 5.24 its key heads are already repeated."""
+    if q.shape[2] == v.shape[2]:
+        q, k = q[:, :, ::2], k[:, :, ::2]
+    inputs = (q[0], k[0], v[0], g[0], beta[0])
     none = v.new_zeros(1, v.shape[2], k.shape[3], v.shape[3])
     return by_definition(*inputs, [q.shape[1]], none)[0].unsqueeze(0), None
 

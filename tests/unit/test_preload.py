@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
@@ -36,7 +37,7 @@ def started_by_engine(environment: Mapping[str, str]) -> int | None:
     from torch_memory_saver import configure_subprocess
 
     resource_tracker.ensure_running()  # else the first start makes it, under the same conditions
-    with _launch_surroundings(environment):
+    with _launch_surroundings(environment, sockets=tempfile.gettempdir()):
         multiprocessing.set_start_method("spawn", force=True)
         with configure_subprocess():
             process = multiprocessing.Process(target=time.sleep, args=(0,))

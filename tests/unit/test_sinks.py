@@ -9,20 +9,19 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spmdrl.config import ReportConfig
 from spmdrl.config.sinks import FunctionSinkConfig, SinksConfig
-from spmdrl.report import Report, RunFolder
 from spmdrl.report import sinks as module
-from spmdrl.report.files import MetricsFile, read_rows
+from spmdrl.report.files import read_rows
 from spmdrl.report.sinks import Sender, SinkFailed, sink_problems, sinks_of, sync
 from spmdrl.tools import runs
 from spmdrl.types import UserError
+from tests.helpers.tracker_files import report, set_sinks, write_rows
 
 LOG = """
 import json, os, time
@@ -52,26 +51,6 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def set_sinks(run: Path, sinks: Mapping[str, Mapping[str, Any]]) -> None:
-    lines = ["[report]"]
-    for kind, cfg in sinks.items():
-        params = cfg.get("params", {})
-        lines.append(f"[report.sinks.{kind}]")
-        lines += [f"{name} = {json.dumps(value)}" for name, value in cfg.items() if name != "params"]
-        lines += [f"params.{name} = {json.dumps(value)}" for name, value in params.items()]
-    (run / "config.toml").write_text("\n".join(lines))
-
-
-def write(run: Path, steps: Sequence[int], *, start_step: int, shift: float = 0.0) -> None:
-    """Write rows as a run does: a step's own, then its evaluation's numbers added to the same row."""
-    file = MetricsFile(run / "metrics.jsonl", start_step=start_step)
-    for step in steps:
-        file.write(step, {"reward/mean": step / 7, "time/step_s": step / 3 + shift, "update/nan": math.nan})
-        if step % 2 == 0:
-            file.write(step, {"eval/accuracy": step / 11})
-    file.close()
-
-
 def send(run: Path) -> list[str]:
     sinks, settings = sinks_of(run)
     return sync(run, "function", sinks["function"], settings, until=lambda sender: sender.send())
@@ -98,19 +77,19 @@ def same(found: Mapping[int, Mapping[str, float]], run: Path) -> bool:
 
 
 def test_each_number_is_sent_once_and_is_that_of_the_file(run: Path) -> None:
-    write(run, [0, 1, 2], start_step=-1)
+    write_rows(run, [0, 1, 2], start_step=-1)
     assert send(run) == []
     assert send(run) == []  # there is nothing new
-    write(run, range(3, 200), start_step=2)
+    write_rows(run, range(3, 200), start_step=2)
     assert send(run) == []
     ((_, found),) = got(run).items()
     assert same(found, run)
 
 
 def test_steps_that_are_computed_again_go_to_a_new_run(run: Path) -> None:
-    write(run, range(1, 8), start_step=-1)
+    write_rows(run, range(1, 8), start_step=-1)
     send(run)
-    write(run, [5, 6, 7, 8], start_step=4, shift=0.5)  # resumed at step 4
+    write_rows(run, [5, 6, 7, 8], start_step=4, shift=0.5)  # resumed at step 4
     (said,) = send(run)
     (first, _), (second, found) = got(run).items()
     assert same(found, run)
@@ -118,7 +97,7 @@ def test_steps_that_are_computed_again_go_to_a_new_run(run: Path) -> None:
 
 
 def test_a_sink_that_was_not_closed_begins_anew(run: Path) -> None:
-    write(run, range(1, 8), start_step=-1)
+    write_rows(run, range(1, 8), start_step=-1)
     sinks, settings = sinks_of(run)
     sender = Sender(run, "function", sinks["function"], settings)
     sender.start()
@@ -132,13 +111,13 @@ def test_a_sink_that_was_not_closed_begins_anew(run: Path) -> None:
 
 def test_names_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 3)
-    write(run, [1, 2], start_step=-1)
+    write_rows(run, [1, 2], start_step=-1)
     assert send(run) == ["1 scalars were left out: a sink gets 3 names"]
 
 
 def test_a_function_that_raises_costs_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_sinks(run, {"function": {"name": f"{run.parent}/log.py:broken"}})
-    write(run, [1, 2], start_step=-1)
+    write_rows(run, [1, 2], start_step=-1)
     with pytest.raises(SinkFailed, match=r"^ConnectionError: nobody answers; `spmdrl sync .*run` tries again$"):
         send(run)
     assert runs.sync([str(run)]) == 2
@@ -155,12 +134,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ]
     (missing,) = sink_problems({"no_tracker": SinksConfig.model_validate({"wandb": {}}).by_kind["wandb"]})
     assert missing.startswith("report.sinks.no_tracker is set, but no_tracker is not installed: pip install")
-
-
-def report(run: Path) -> Report:
-    sinks, _ = sinks_of(run)
-    cfg = ReportConfig(tensorboard=False, console="plain", sinks=SinksConfig(**sinks))
-    return Report(cfg, RunFolder(run), num_steps=3, active=True)
 
 
 def test_a_run_sends_while_it_runs_and_flushes_at_its_end(run: Path) -> None:
@@ -188,7 +161,7 @@ FOLLOW = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from tests.unit.test_sinks import report, RunFolder
+from tests.helpers.tracker_files import report
 one = report(Path({run!r}))
 for step in (1, 2, 3):
     one.step(step, {{"reward/mean": step / 7}}, samples=[], histograms={{}})

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from spmdrl.report.files import read_rows
-from tests.unit.test_sinks import set_sinks, write
+from tests.helpers.tracker_files import set_sinks, write_rows
 
 TRACKERS = Path(os.environ.get("TRACKERS", Path(sys.prefix, "trackers")))
 ROOT = Path(__file__).parents[2]
@@ -60,14 +60,14 @@ def test_a_tracker_has_the_numbers_of_the_file_after_resumes_and_kills(kind: str
         return {row.pop("step"): row for row in read_rows(run / "metrics.jsonl")}
 
     sync = ("-m", "spmdrl.tools.command", "sync", str(run))
-    write(run, range(5), start_step=-1)
+    write_rows(run, range(5), start_step=-1)
     program(*sync)
     ((first, values),) = found().items()
     assert values == rows()
-    write(run, range(5, 9), start_step=4)
+    write_rows(run, range(5, 9), start_step=4)
     program(*sync)  # the same run goes on
     assert found() == {first: rows()}
-    write(run, range(7, 10), start_step=6, shift=0.5)  # killed, and resumed at step 6
+    write_rows(run, range(7, 10), start_step=6, shift=0.5)  # killed, and resumed at step 6
     assert "all steps go to a new run" in program(*sync)
     ((second, values),) = found().items()
     assert second != first and values == rows()
