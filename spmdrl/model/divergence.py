@@ -148,7 +148,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Normalizers:
-    """What is known of whole distributions, [N] each, when the sums over both models' tiles are complete."""
+    """Numbers of whole distributions, [N] each, once the sums over both models' tiles are complete."""
 
     student: Tensor  # log Z_s
     teacher: Tensor  # log Z_t

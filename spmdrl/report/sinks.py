@@ -42,7 +42,7 @@ MAX_SAMPLES = 100  # rows of samples.jsonl that a tracker gets as a table
 
 
 class _Sent(BaseModel):
-    """What a tracker's run has been sent."""
+    """A tracker's run, and the last row that it was sent."""
 
     run: str
     row: dict[str, float | None] = {}  # the last row, as far as it was sent; none before the first

@@ -110,7 +110,7 @@ def _whole_vocabulary(
     sequences: list[Sequence] | None = None,
     k: int | None = None,
 ) -> Outcome:
-    """The same update from all logits at once; with `k`, all but the teacher's k most probable tokens are one."""
+    """Make that update from all logits at once; with `k`, all but the teacher's k most probable tokens are one."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64)
     losses, weights_of = [], []
     for place, (name, weight) in enumerate(teachers):

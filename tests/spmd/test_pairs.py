@@ -44,7 +44,7 @@ LAYOUTS = [
 
 
 def curves(run: Path, *, last: int) -> dict[str, list[float]]:
-    """What a run measured until a step, by name."""
+    """The scalars that a run measured until a step, by name."""
     names = ("update/loss", "pairs/margin", "pairs/chosen_logprob_nats", "eval/loss", "eval/margin", "eval/accuracy")
     steps = [row for row in rows(run) if row["step"] <= last]
     return {name: [row[name] for row in steps if name in row] for name in names}

@@ -65,7 +65,7 @@ def _scores_and_gradients(
 def _divergences(
     kind: str, num_ranks: int, rank: int, of: Divergence, *, chunk: int, mesh: DeviceMesh | None = None
 ) -> list[Tensor]:
-    """The same of a divergence from a teacher with hidden states of another size, which comes third.
+    """Measure a divergence from a teacher with hidden states of another size, which comes third.
 
     Logits have a deviation of about 1, as differences of larger ones lose digits.
     """

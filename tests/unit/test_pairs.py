@@ -73,7 +73,7 @@ def test_texts_without_a_prompt_share_whole_words() -> None:
 
 
 def test_an_answer_may_be_several_messages() -> None:
-    """What both conversations have is the prompt, the assistant's messages in it included."""
+    """The prompt is the part that both conversations have, the assistant's messages in it included."""
     start = [*ASKED, *said("4"), {"role": "user", "content": "sure?"}]
     more = {"role": "user", "content": "why?"}
     found = compared(None, [*start, *said("yes"), more, *said("counted")], start + said("no"))

@@ -57,7 +57,7 @@ def send(run: Path) -> list[str]:
 
 
 def got(run: Path) -> Got:
-    """What the function got, by run and step. Nothing may come twice."""
+    """The numbers that the function got, by run and step. Nothing may come twice."""
     found: Got = defaultdict(lambda: defaultdict(dict))
     for line in (run.parent / "got").read_text().splitlines():
         name, step, metrics = json.loads(line)

@@ -1,4 +1,4 @@
-"""What the four trackers themselves have written offline, each by its own package: `make test-trackers` installs them.
+"""The files that the four trackers write offline, each by its own package: `make test-trackers` installs them.
 
 Each has a folder of its own, because their requirements clash.
 """
