@@ -51,7 +51,7 @@ from spmdrl.step.evaluate import probe_batches, probe_metrics
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.rewards import failure_lines, rollout_metrics, shape_rewards
+from spmdrl.step.rewards import failure_lines, limit_failures, rollout_metrics, shape_rewards
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
@@ -102,6 +102,7 @@ def train(run: Launch[Config]) -> None:
                 rewarded = shape_rewards(run.rewards.collect(collected.pending), collected.index_of, cfg)
             recorder.save_rollouts(step, collected)
             run.watch.note_all(failure_lines(step, rewarded), show=report.message)
+            limit_failures(rewarded, cfg.reward, meshes.training, step=step)
             with steps.phase("batch"):  # every rank computes the same assignment
                 images.restore([*(one.rollout for one in rewarded), *collected.probes])
                 sequences = to_sequences(rewarded, meshes.training, frozen.label, turn_weight=cfg.reward.turn_weight)

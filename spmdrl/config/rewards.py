@@ -11,6 +11,7 @@ from pydantic import Field
 from spmdrl.config.base import (
     Coefficient,
     Count,
+    Fraction,
     NonNegative,
     NonNegativeInt,
     PathText,
@@ -105,6 +106,8 @@ class RewardConfig(Section):
     """Time limit for one rollout; past it the worker is killed, the reward is 0 and the failure is counted."""
     num_workers: Count = 1
     """Reward processes of each rank."""
+    max_failed_fraction: Fraction = 1.0
+    """Share of a step's rewards that may fail; beyond it the run ends before the update. 1: all may, and count as 0."""
     sandbox: SandboxConfig = SandboxConfig()
     """Permissions of the reward processes."""
     overlong_tokens: NonNegativeInt = 0

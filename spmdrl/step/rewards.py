@@ -10,14 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.metrics import Mean, Metrics, Total, Values
 from spmdrl.algo.rewards import overlong_penalty
 from spmdrl.algo.segments import on_tokens
-from spmdrl.config import Config
+from spmdrl.config import Config, RewardConfig
 from spmdrl.conversation import Observation
+from spmdrl.dist.collectives import sum_over
 from spmdrl.step.samples import episode_metrics
-from spmdrl.types import MicroBatch, RewardedRollout, RewardOutcome, Rollout, Trajectory, TurnSpan
+from spmdrl.types import (
+    MicroBatch,
+    RewardedRollout,
+    RewardOutcome,
+    Rollout,
+    TrainingDiverged,
+    Trajectory,
+    TurnSpan,
+)
 
 # The turns of a rollout, as training credits them.
 
@@ -170,6 +180,20 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
     for part in sorted({name for r in rewarded for name in r.outcome.parts}):
         metrics[f"reward/part_{part}"] = Mean.of(r.outcome.parts[part] for r in rewarded if part in r.outcome.parts)
     return metrics | episode_metrics(r.rollout for r in rewarded)
+
+
+def limit_failures(rewarded: Sequence[RewardedRollout], cfg: RewardConfig, mesh: DeviceMesh, *, step: int) -> None:
+    """Raise TrainingDiverged on every rank of the mesh when more of the step's rewards have failed than may; every rank
+    must call this with its own."""
+    if cfg.max_failed_fraction == 1.0:
+        return
+    mine = [sum(one.outcome.failure is not None for one in rewarded), len(rewarded)]
+    failed, total = sum_over(mesh, torch.tensor(mine, dtype=torch.float64)).tolist()
+    if failed > cfg.max_failed_fraction * total:
+        raise TrainingDiverged(
+            f"step {step}: {failed:.0f} of {total:.0f} rewards failed, and reward.max_failed_fraction = "
+            f"{cfg.max_failed_fraction:g}; no weights were changed"
+        )
 
 
 def failure_lines(step: int, rewarded: Sequence[RewardedRollout]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from spmdrl.algo.losses import POLICY_LOSSES
 from spmdrl.algo.metrics import scalars
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens
-from spmdrl.config import Config, OptimConfig, ParallelConfig
+from spmdrl.config import Config, OptimConfig, ParallelConfig, RewardConfig
+from spmdrl.config.rewards import ExactReward
 from spmdrl.dist.collectives import gather_objects, merge_over
-from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner, UpdateGuards
 from spmdrl.learn.objective import PolicyObjective
@@ -30,8 +32,18 @@ from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import add_advantages, advantage_problems
 from spmdrl.step.batch import Batch, build_batch, to_sequences
 from spmdrl.step.correction import select_by_covariance
-from spmdrl.step.rewards import shape_rewards
-from spmdrl.types import MicroBatch, Prompt, Response, RewardedRollout, RewardOutcome, Rollout, Sequence, Span
+from spmdrl.step.rewards import limit_failures, shape_rewards
+from spmdrl.types import (
+    MicroBatch,
+    Prompt,
+    Response,
+    RewardedRollout,
+    RewardOutcome,
+    Rollout,
+    Sequence,
+    Span,
+    TrainingDiverged,
+)
 from tests.helpers import oracle
 from tests.helpers.batches import completed
 from tests.helpers.checkpoints import save_and_wait
@@ -141,7 +153,19 @@ def _compared() -> list[dict[int, tuple[float, float, list[float]]]]:
             of_tokens = everywhere([(m.advantages, m) for m in batch.micro_batches], meshes)
             rewards = {i: r for part in gather_objects(meshes.training, _rewards(rewarded)) for i, r in part.items()}
             found.append({i: (rewards[i], batch.advantages[i], of_tokens[i]) for i in range(COUNT)})
+        _limit(list(rewarded.values()), meshes)
         return found
+
+
+def _limit(mine: list[RewardedRollout], meshes: Meshes) -> None:
+    """Where two of all rewards have failed, on the first rank, a limit below that ends the step on every rank."""
+    failed = RewardOutcome(reward=0.0, parts={}, failure="timeout")
+    if meshes.training.get_local_rank() == 0:
+        mine = [dataclasses.replace(one, outcome=failed) if place < 2 else one for place, one in enumerate(mine)]
+    for share, ends in ((2 / COUNT, False), (1.99 / COUNT, True), (1.0, False)):
+        cfg = RewardConfig(terms=(ExactReward(kind="exact"),), max_failed_fraction=share)
+        with pytest.raises(TrainingDiverged, match=f"2 of {COUNT} rewards failed") if ends else nullcontext():
+            limit_failures(mine, cfg, meshes.training, step=1)
 
 
 def _rewards(rewarded: dict[int, RewardedRollout]) -> dict[int, float]:
