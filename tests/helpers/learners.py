@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,14 @@ from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import build_batch
+from spmdrl.step.teachers import FrozenModels
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.sequences import random_sequences
 
 COUNT = 8
+NOBODY: Any = None  # in the place of a policy that no teacher needs
+NO_FROZEN_MODELS = FrozenModels(NOBODY, {}, None)
 
 
 def start_learner(path: str, meshes: Meshes) -> Learner:

@@ -18,6 +18,7 @@ from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.logprobs import add_logprobs
 from tests.helpers.configs import plan_for
 from tests.helpers.groups import groups_config
+from tests.helpers.learners import NO_FROZEN_MODELS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
@@ -44,7 +45,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             if not num_groups:
                 idle: Any = SimpleNamespace(frozen_steps=0, limits=None)
                 cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
-                batch = add_logprobs(batch, {"policy": idle}, None, cfg, meshes)
+                batch = add_logprobs(batch, {"policy": idle}, NO_FROZEN_MODELS, cfg, meshes)
                 batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
                 batch = select_by_covariance(batch, cfg.loss, meshes, seed=0)
                 assert update(idle, batch.mini_batches, meshes, step=2) == {}

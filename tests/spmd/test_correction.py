@@ -24,6 +24,7 @@ from spmdrl.types import TrainingDiverged
 from tests.helpers.batches import completed
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import groups_config
+from tests.helpers.learners import NO_FROZEN_MODELS
 from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
@@ -64,7 +65,7 @@ def _steps(
             )
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
-            batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
+            batch = add_logprobs(completed(batch, meshes), {"policy": learner}, NO_FROZEN_MODELS, cfg, meshes)
             batch = correct(batch, cfg, meshes)
             updated = update(learner, batch.mini_batches, meshes, step=1)
             metrics = merge_over(meshes.training, updated)
@@ -110,7 +111,7 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
             limits=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
         )
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
-        batch = add_logprobs(completed(batch, meshes), {"policy": learner}, None, cfg, meshes)
+        batch = add_logprobs(completed(batch, meshes), {"policy": learner}, NO_FROZEN_MODELS, cfg, meshes)
         said = ""
         try:
             update(learner, batch.mini_batches, meshes, step=1)

@@ -26,6 +26,7 @@ from spmdrl.types import UserError
 from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.groups import COUNT, GROUP_SIZE, everywhere, groups_config
+from tests.helpers.learners import NO_FROZEN_MODELS
 from tests.helpers.models import save_llama, save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
@@ -61,7 +62,7 @@ def _trained(cfg: Config, layouts: list[dict[str, int]]) -> list[Any]:
             learners = start_learners(policy, cfg, plan, meshes, dtype=torch.float32)
             history = []
             for step in range(1, STEPS + 1):
-                prepared = add_logprobs(batch, learners, None, cfg, meshes)
+                prepared = add_logprobs(batch, learners, NO_FROZEN_MODELS, cfg, meshes)
                 prepared = add_advantages(prepared, cfg, {}, meshes)
                 updated = [update(learners[x], prepared.mini_batches, meshes, step=step) for x in learners]
                 history.append(scalars(merge_over(meshes.training, merge_all([prepared.metrics, *updated]))))
@@ -142,7 +143,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         have_state = []
         weights = sum(p.to_local().untyped_storage().nbytes() for x in learners.values() for p in x.model.parameters())
         for step in range(first, last + 1):
-            prepared = add_logprobs(batch, learners, None, cfg, meshes)
+            prepared = add_logprobs(batch, learners, NO_FROZEN_MODELS, cfg, meshes)
             prepared = add_advantages(prepared, cfg, {}, meshes)
             for name in learners:
                 update(learners[name], prepared.mini_batches, meshes, step=step)
