@@ -37,9 +37,8 @@ class OtherModelConfig(Section):
 
 Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
 
-REFERENCE = (
-    "reference"  # the name of the model that `kl_coef` compares with; without a table it is where training began
-)
+# The name of the model that `kl_coef` compares with; without a table of that name it is where training began.
+REFERENCE = "reference"
 
 
 def _with_hint(template: str) -> str:
