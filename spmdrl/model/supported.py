@@ -15,9 +15,13 @@ from spmdrl.model.trunk import Trunk
 # A setting by which families cap attention scores; others have it and never use it.
 _CAP = "attn_logit_softcapping"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_INDEXED = (
+    "where an indexer chooses the tokens that are seen: no kernel here takes its choice, and a policy's loss would not "
+    "train it; train a model whose layers see all tokens, such as DeepSeek V3 or GLM-4.7-Flash"
+)
 _REASONS = {
-    "indexed_attention": "where an indexer chooses the tokens that are seen: no kernel here takes its choice, and a "
-    "policy's loss would not train it; train a model whose layers see all tokens, such as DeepSeek V3 or GLM-4.7-Flash",
+    "indexed_attention": _INDEXED,
+    "deepseek_sparse_attention": _INDEXED,  # its name in older versions of transformers
     "heavily_compressed_attention": "which see summaries of several tokens: in packed sequences, these would mix those "
     "of neighbours; train a model whose layers see tokens themselves, such as DeepSeek V3",
 }

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorboard.program
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -153,7 +152,11 @@ def test_tensorboards_first_page_has_every_chart_and_draws_what_was_measured(who
 
 def test_tensorboards_own_server_shows_every_scalar_of_the_file(whole: RunFolder) -> None:
     """An event reader would not do: the server shows no scalar whose tag is a histogram's too."""
-    server = tensorboard.program.TensorBoard()
+    try:
+        from tensorboard.program import TensorBoard
+    except ImportError as error:  # the oldest version's server needs a package that setuptools no longer has
+        pytest.skip(str(error))
+    server = TensorBoard()
     folder = str(whole.tensorboard)
     server.configure(argv=["", "--logdir", folder, "--load_fast=false", "--host", "127.0.0.1", "--port", "0"])
     url = server.launch() + "data/plugin/"

@@ -63,7 +63,7 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, str]] = {
         Gemma3TextConfig(**LAYERS, attn_logit_softcapping=50.0),
         "gemma3_text with attn_logit_softcapping = 50.0",
     ),
-    "DeepSeek V3.2": (DeepseekV32Config(**LAYERS), "layers of type indexed_attention, where an indexer chooses"),
+    "DeepSeek V3.2": (DeepseekV32Config(**LAYERS), "layers of type .*, where an indexer chooses"),
     "DeepSeek V4": (DeepseekV4Config(**LAYERS), "layers of type .*, which see summaries of several tokens"),
     "LongCat Flash": (LongcatFlashConfig(), "longcat_flash has zero_expert_num = 256 experts that compute nothing"),
     "Llama with Command R's setting": (LlamaConfig(**LAYERS, logit_scale=0.0625), "llama with logit_scale = 0.0625"),
