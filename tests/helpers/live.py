@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -37,11 +38,21 @@ class Watch(TorchDispatchMode):
 
 
 class PeakWatch(Watch):
-    """A watch that also looks at memory after every operation; slow where there are many."""
+    """A watch that also looks at memory after every operation; slow where there are many.
+
+    `interpreted`: Triton's interpreter computes, whose objects hold on to each other and to tensors until they are
+    collected, which no device's kernels do.
+    """
 
     peak_bytes = 0
 
+    def __init__(self, *, interpreted: bool = False) -> None:
+        super().__init__()
+        self._interpreted = interpreted
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._interpreted and self.live_bytes > self.peak_bytes:
+            gc.collect()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return results

@@ -129,7 +129,7 @@ def peak_over_prediction(
     options = {"temperature": 0.7, "chunk": chunk, "head": Head(linear, tile=tile)}
     teacher = TeacherHead(weight=torch.randn_like(weight), bias=None, temperature=1.0)
     taught = {"teacher": teacher, "teacher_hidden": torch.randn_like(hidden), "kind": kind}
-    with PeakWatch() as watch:
+    with PeakWatch(interpreted=on_gpu and device_type == "cpu") as watch:
         if kind is None:
             outputs: tuple[torch.Tensor, ...] = next_token_logprobs(hidden, weight, None, targets, **options)
         else:
