@@ -43,9 +43,10 @@ def reference() -> str:
         fields = [(key, field) for key, field in kind.model_fields.items() if sections_in(field.annotation)]
         if len(fields) < len(kind.model_fields):
             parts.append(f"Above the first table of the file:\n\n{_table(kind)}")
-        repeated = [key for key, field in fields if sections_in(field.annotation)[0] in described]
+        repeated = {key: _title(key, field) for key, field in fields if sections_in(field.annotation)[0] in described}
         if repeated:
-            parts.append(f"{', '.join(f'[`[{key}]`](#{key})' for key in repeated)} are described above.\n")
+            links = (f"[`[{title}]`](#{title.replace('.', '').lower()})" for title in repeated.values())
+            parts.append(f"{', '.join(links)} are described above.\n")
         parts += [_section(key, field, described) for key, field in fields if key not in repeated]
     return "\n".join(parts)
 
@@ -60,13 +61,17 @@ def settings(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, Field
             yield from settings(section, f"{prefix}{key}.")
 
 
+def _title(name: str, field: FieldInfo) -> str:
+    return f"{name}.NAME" if is_by_name(field.annotation) else name
+
+
 def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -> str:
     """A table of the TOML file, and the tables inside it."""
     (section,) = sections_in(field.annotation)
     described[section] = name
-    parts = [f"### `[{name}]`\n"]
+    parts = [f"### `[{_title(name, field)}]`\n"]
     if is_by_name(field.annotation):
-        parts = [f"### `[{name}.NAME]`\n", "A table for each, under names of yours.\n"]
+        parts.append("A table for each, under names of yours.\n")
     elif not field.is_required():
         parts.append("Off when left out.\n" if field.default is None else "Every setting has a default.\n")
     parts.append(_table(section))

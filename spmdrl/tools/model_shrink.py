@@ -89,7 +89,7 @@ def _text(real: dict[str, Any], number: int) -> dict[str, Any]:
         if (rule := _RULES.get(name)) and value is not None:
             each = [_sized(rule, one, width, hidden) for one in (value if isinstance(value, list) else [value])]
             tiny[name] = each[0] if len(each) == 1 or name == "eos_token_id" else each
-        elif isinstance(value, list | str) and len(value) == number:  # an entry for each layer
+        elif _is_of_layers(name, value, number):
             tiny[name] = value[:layers]
     tiny |= {"num_hidden_layers": layers, "num_attention_heads": tiny_heads, "hidden_size": width}
     if "num_key_value_heads" in real:
@@ -151,9 +151,14 @@ def _fit_rotary(tiny: dict[str, Any], rope: dict[str, Any]) -> None:
         tiny |= {"original_max_position_embeddings": _LIMIT, "max_position_embeddings": longest}
 
 
+def _is_of_layers(name: str, value: Any, number: int) -> bool:
+    """True for a list, or a text that is a pattern, with an entry for each layer."""
+    return isinstance(value, list | str if name.endswith("pattern") else list) and len(value) == number
+
+
 def _num_layers(real: Mapping[str, Any], number: int) -> int:
     """Count the layers that have one whole period of the pattern, after layers that begin otherwise."""
-    lists = [value for value in real.values() if isinstance(value, list | str) and len(value) == number]
+    lists = [value for name, value in real.items() if _is_of_layers(name, value, number)]
     lists = [one for one in lists if len({*map(str, one)}) < number]  # no list of the layers themselves
     first = real.get("first_k_dense_replace") or real.get("moe_layer_start_index") or 0
     step = real.get("decoder_sparse_step") or real.get("interleave_moe_layer_step") or 1

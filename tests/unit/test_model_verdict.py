@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
+from transformers import Qwen3Config
 
 import spmdrl.tools.model_rows as rows
 import spmdrl.tools.model_scores as scores
@@ -186,3 +187,8 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
     assert main([str(tmp_path)]) == 2
     assert "token ids up to 99, and the embedding has 99 rows" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
+
+
+def test_a_text_is_no_list_of_layers() -> None:
+    """A model of four layers has `silu` for its activation, which has four letters."""
+    assert shrunk(Qwen3Config(num_hidden_layers=4)).hidden_act == "silu"
