@@ -186,7 +186,7 @@ def _sections(run: Snapshot) -> Iterator[RenderableType]:
             yield Text.assemble((finding.rule.name, "bold yellow"), ": ", escaped(finding.seen))
         yield Text("tools.doctor says why it matters, and what to set", style="dim")
     if run.samples:
-        yield Rule(f"samples of step {run.samples[-1].get('step')}", style="dim", align="left")
+        yield Rule(f"samples of step {escaped(str(run.samples[-1].get('step')))}", style="dim", align="left")
         yield _samples(run.samples)
 
 

@@ -146,6 +146,7 @@ def test_findings_are_told(run: Path) -> None:
 def test_texts_of_the_policy_cannot_steer_the_terminal(run: Path) -> None:
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": 61, "prompt": HOSTILE, "response": HOSTILE, "reward": None}) + "\n")
+        file.write(json.dumps({"step": HOSTILE, "prompt": "", "response": "", "reward": None}) + "\n")
     page = shown(Watcher(run).read(now=time.time()), 300)
     assert not {"\x1b", "\x07", "\u202e", "\r"} & set(page)
     assert r"\x1b[2J\x1b]0;owned\x07\u202egnp\r\n[bold red]" in page
