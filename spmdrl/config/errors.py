@@ -133,7 +133,7 @@ def nearest(kind: type[Section], location: Location) -> str | None:
     """The name that an unknown key was probably meant to be: of a table inside, of the same table, else of any."""
     given, table = str(location[-1]), without_tags(kind, location[:-1])
     for name in all_keys(kind) if table else ():
-        if name.startswith(".".join(map(str, table))) and name.rpartition(".")[2] == given:
+        if name.startswith(".".join(map(str, table)) + ".") and name.rpartition(".")[2] == given:
             return name  # of a table in that table
     if near := difflib.get_close_matches(given, _siblings(kind, location), n=1, cutoff=0.6):
         return ".".join(str(part) for part in (*table, near[0]))

@@ -132,8 +132,14 @@ def with_training_file(name: str, download: bool) -> str:
         return name
     if download:
         import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError
 
-        listed = huggingface_hub.list_repo_files(match["repository"], revision=match["revision"], repo_type="dataset")
+        try:
+            listed = huggingface_hub.list_repo_files(
+                match["repository"], revision=match["revision"], repo_type="dataset"
+            )
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise UserError(f"its files cannot be listed: {_line(error)}; or name one: {name}:FILE") from error
         files = [Path(file) for file in listed]
     else:
         folder = Path(_asked("snapshot_download", match.groupdict(), download, repo_type="dataset"))

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from spmdrl.config.base import Section
 from spmdrl.config.read import read_table
 from spmdrl.config.sinks import FunctionSinkConfig, SinksConfig
+from spmdrl.config.strict import shown
 from spmdrl.faults.text import one_line, say
 from spmdrl.report.files import Row, last_rows, read_rows
 from spmdrl.report.trackers import KINDS
@@ -151,7 +152,12 @@ def _continues(sent: _Sent, rows: Sequence[Row]) -> bool:
 def sinks_of(run: Path) -> tuple[dict[str, Section], dict[str, Any]]:
     """Return the sinks that a run's configuration names, by kind, and all of its settings. Raises UserError."""
     settings = read_table(str(run / "config.toml"))
-    sinks = SinksConfig.model_validate(settings.get("report", {}).get("sinks", {}))
+    try:
+        sinks = SinksConfig.model_validate(settings.get("report", {}).get("sinks", {}))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        at = ".".join(map(str, ("report.sinks", *first["loc"])))
+        raise UserError(f"{shown(run / 'config.toml')}: {at}: {first['msg'].lower()}") from error
     return sinks.by_kind, settings
 
 

@@ -109,6 +109,12 @@ def test_a_sink_that_was_not_closed_begins_anew(run: Path) -> None:
     assert "is not known" in said and same([*got(run).values()][-1], run)
 
 
+def test_a_sink_of_another_form_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_sinks(run, {"wandb": {"ofline": True}})
+    assert runs.sync([str(run)]) == 2
+    assert "config.toml: report.sinks.wandb.ofline: extra inputs are not permitted" in capsys.readouterr().err
+
+
 def test_names_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 3)
     write_rows(run, [1, 2], start_step=-1)
