@@ -28,10 +28,13 @@ def running(*arguments: str) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    """True once the condition was; it is not asked again, since a process may have started something meanwhile."""
     deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
-    return condition()
+    return True
 
 
 def python_path() -> dict[str, str]:
