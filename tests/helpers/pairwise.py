@@ -21,13 +21,13 @@ def pairs_of(rows: Iterable[Row]) -> set[Pair]:
     return {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
 
 
-def covering(rows: Sequence[Row]) -> list[Row]:
-    """Choose rows with all the pairs that the given ones have: always the first with the most that are missing."""
+def covering(rows: Sequence[Row], cost: Callable[[Row], float] = lambda row: 1.0) -> list[Row]:
+    """Choose rows with all the pairs that the given ones have: always the one with most new pairs for its cost."""
     pairs = [pairs_of([row]) for row in rows]
     missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing))
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & missing) / cost(rows[number]))
         chosen.append(rows[best])
         missing -= pairs[best]
     return chosen
