@@ -40,6 +40,7 @@ from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.machine import processor
 from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.model.reward_model import load_reward_model
+from spmdrl.model.routes import Routers
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.types import UserError
@@ -99,7 +100,10 @@ class Run(Generic[SettingsT]):
     def load_policy(self) -> Policy:
         """Load the policy that the run trains; every rank that trains must call this, and reads its own shards."""
         cfg = self.cfg
-        return load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
+        policy = load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
+        if isinstance(cfg, Config) and cfg.correction.router_replay != "none":
+            policy.routers = Routers(policy.model)
+        return policy
 
     def load_trained(self) -> PackedModel:
         """Load what the run trains: its policy, or a reward model. Every rank that trains must call this."""

@@ -105,7 +105,7 @@ def train(run: Launch[Config]) -> None:
             limit_failures(rewarded, cfg.reward, meshes.training, step=step)
             with steps.phase("batch"):  # every rank computes the same assignment
                 images.restore([*(one.rollout for one in rewarded), *collected.probes])
-                sequences = to_sequences(rewarded, meshes.training, frozen.label, turn_weight=cfg.reward.turn_weight)
+                sequences = to_sequences(rewarded, meshes.training, frozen.label, **cfg.sequences)
                 batch = build_batch(sequences, plan, meshes, **cfg.weighting)
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():

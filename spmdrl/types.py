@@ -7,6 +7,7 @@ it was given.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import math
@@ -105,6 +106,41 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
     cache_on_finish: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
+    routes_from: int | None = None  # report the routes of the tokens from this one on, all but the last; None: of none
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that n neighbouring tokens went to, k of them in each of L layers that have experts."""
+
+    start: int  # the first of these tokens, counted from the first of the prompt
+    shape: tuple[int, int, int]  # n, L, k
+    experts: str  # [n, L, k] int16 in base64: text, because checkpoints are JSON
+
+    @classmethod
+    def of(cls, start: int, experts: Tensor) -> Routes:
+        """Take the experts [n, L, k] of the tokens from `start` on."""
+        num_tokens, num_layers, num_chosen = experts.shape
+        data = experts.to(torch.int16).contiguous().numpy().tobytes()
+        return cls(start, (num_tokens, num_layers, num_chosen), base64.b64encode(data).decode())
+
+    @property
+    def end(self) -> int:
+        """The first token after these."""
+        return self.start + self.shape[0]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The experts, [n, L, k] int16."""
+        data = bytearray(base64.b64decode(self.experts))
+        return torch.frombuffer(data, dtype=torch.int16).view(self.shape) if data else torch.empty(self.shape).short()
+
+    def continued(self, rest: Routes | None) -> Routes:
+        """These, and those of the tokens that follow."""
+        if rest is None:
+            return self
+        assert rest.start == self.end, f"routes of tokens up to {self.end} go on with token {rest.start}"
+        return Routes.of(self.start, torch.cat([self.tensor, rest.tensor]))
 
 
 class Span(NamedTuple):
@@ -122,6 +158,7 @@ class Response:
     logprobs: tuple[float, ...]  # nats, of the temperature-scaled distribution before top-p; greedy: unscaled
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # in order; their lengths add up to the response's
+    routes: Routes | None = None  # where the request asked for them
 
     @property
     def oldest_version(self) -> int:
@@ -141,6 +178,7 @@ class Response:
             logprobs=self.logprobs + rest.logprobs,
             finish_reason=rest.finish_reason,
             spans=tuple(spans),
+            routes=rest.routes if self.routes is None else self.routes.continued(rest.routes),
         )
 
 
@@ -189,6 +227,20 @@ class Trajectory:
         """Log-probabilities in nats, n entries; 0 for tokens that the policy did not sample."""
         parts = (((0.0,) * len(turn.context_ids), turn.response.logprobs) for turn in self.turns)
         return tuple(itertools.chain.from_iterable(itertools.chain.from_iterable(parts)))
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The routes of its tokens, [n, L, k] int16, -1 where there is no record; None where there is none at all.
+
+        Where two requests report a token's, those count with which the tokens after it were sampled first.
+        """
+        reported = [turn.response.routes for turn in self.turns if turn.response.routes is not None]
+        if not reported:
+            return None
+        found = torch.full((len(self.token_ids), *reported[0].shape[1:]), -1, dtype=torch.int16)
+        for routes in reversed(reported):
+            found[routes.start : routes.end] = routes.tensor
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +358,7 @@ class Sequence:
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     teacher: int = NO_TEACHER  # place of its teacher in the settings
     hint: Hint = NO_HINT
+    routes: Tensor | None = dataclasses.field(default=None, compare=False)  # [n, L, k] int16, as a trajectory has them
 
     @property
     def place(self) -> Place:
@@ -377,6 +430,8 @@ class MicroBatch:
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     sequence_teacher: tuple[int, ...] = ()  # [S] place of each sequence's teacher in the settings, or NO_TEACHER
     hints: tuple[Hint, ...] = ()  # [S]
+    # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
+    routes: Tensor | None = None
 
     # images: `step/images.py`, where there are some
     # The features of each distinct image by a frozen tower, in the order of their first places: [num_tokens, L, D],
@@ -409,7 +464,7 @@ class MicroBatch:
         tokens = self.token_ids.shape
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape != tokens:
+            if isinstance(value, Tensor) and field.name != "cu_seqlens" and value.shape[:1] != tokens:
                 raise ValueError(f"{field.name} is {list(value.shape)} but token_ids is {list(tokens)}")
 
     @property
@@ -453,7 +508,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with its tensors on `device`."""
-        return self.with_columns({name: x.to(device, non_blocking=True) for name, x in self.columns.items()})
+        columns = {name: x.to(device, non_blocking=True) for name, x in self.columns.items() if name != "routes"}
+        return self.with_columns(columns)
 
 
 MiniBatch = list[MicroBatch]  # one rank's share of the rollouts behind one optimizer step

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmdrl.algo.advantage import ESTIMATORS
 from spmdrl.algo.formula import Formula, LossKind
-from spmdrl.algo.kl import KL_ESTIMATORS
+from spmdrl.algo.kl import KL_ESTIMATORS, LOSS_TERMS
 from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, VALUE_LOSS
 from spmdrl.faults.text import say
 
@@ -22,9 +22,9 @@ settings mean, and [extending.md](extending.md) how to write your own. A setting
 is refused.
 
 Notation: R is the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
-and ratio = exp(d); D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over the loss tokens of the
-mini-batch on all ranks; n the number of loss tokens of a rollout; V the critic's value before a token is sampled, that
-is the return it expects, and V_old the same value before the step's updates.
+and ratio = exp(d); s = logprob - rollout_logprob; D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over
+the loss tokens of the mini-batch on all ranks; n the number of loss tokens of a rollout; V the critic's value before a
+token is sampled, that is the return it expects, and V_old the same value before the step's updates.
 """
 
 _ADVANTAGES = """\
@@ -36,7 +36,88 @@ is left of the reward ([losses.md](losses.md#episodes))."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` need one advantage per response: they are
-refused together with `reinforce_plus_plus`, `gae` and `gigpo`. `kl_cov` needs `updates_per_step` above 1."""
+refused together with `reinforce_plus_plus`, `gae` and `gigpo`. `kl_cov` needs `updates_per_step` above 1. `dppo_tv` and
+`dppo_kl` compare with what the engine said, so that `correction.kind`, which would weigh the mismatch once more, is
+refused."""
+
+_TERMS = """\
+Added to the loss of each token where they are set."""
+
+_POLICIES = """\
+Three policies have a say about a token, and no setting confuses them:"""
+
+_POLICY_TABLE = (
+    ("policy", "log-probability", "used by"),
+    (
+        "behaviour, which sampled: other weights where tokens are stale, and always the engine's arithmetic",
+        "`rollout_logprobs`",
+        "`[correction]`, `dppo_tv`, `dppo_kl`, `kl_importance_ratio`, `log_ratio_coef`",
+    ),
+    (
+        "proximal, the trainer's before the step's first update",
+        "`old_logprobs`",
+        "the ratio of every other loss, `stop_kl_nats`, `clip_cov`, `kl_cov`",
+    ),
+    ("current, which is updated", "`logprobs`", "all"),
+)
+
+_NEEDS = """\
+What a run needs depends on how far the first is from the second, and the second from the third:"""
+
+_NEED_TABLE = (
+    ("run", "needs", "why"),
+    (
+        "on-policy: `max_staleness` 0, one update a step",
+        "nothing; any loss",
+        "every ratio is 1; `opo` wants exactly this",
+    ),
+    (
+        "several updates a step",
+        'a loss with a bound: all but `kl_cov`, which has a pull instead; of mixtures `router_replay = "R2"`',
+        "the ratio leaves 1 within the step",
+    ),
+    (
+        "one step of staleness, or a bfloat16 engine",
+        '`correction.kind = "tis"`, or `dppo_tv`; of mixtures `router_replay = "R3"`',
+        "tokens of other weights, weighed by what the trainer finds of them",
+    ),
+    (
+        "more staleness, `partial` rollouts",
+        '`correction.kind = "icepop"` or `"mis"` with `mode = "mask"`, or `opsm_delta_nats`; or `dppo_tv`, `dppo_kl`, '
+        "with `log_ratio_coef` where the mask lets too much through",
+        "a truncated weight still trains on a token that has become unlikely; a mask does not",
+    ),
+    (
+        "a divergence to the reference beside stale tokens",
+        "`kl_importance_ratio = true`",
+        "the estimators are unbiased for tokens of the current policy only",
+    ),
+)
+
+_CONTRADICTIONS = "What does not go together:"
+
+_CONTRADICTION_TABLE = (
+    ("these", "because", "then"),
+    ("`dppo_tv`, `dppo_kl` and `correction.kind`", "both weigh the mismatch of engine and trainer", "refused"),
+    ("`gspo`, `gmpo` and what treats tokens apart", "one ratio for a whole response", "refused"),
+    (
+        '`correction.old = "rollout"` and stale tokens',
+        "PPO's clip would bound the staleness, not the update",
+        "refused",
+    ),
+    ("`kl_importance_ratio` and k2, or `kl_coef = 0`", "k2 is biased before it is weighed", "refused"),
+    ("`max_rl` and rewards below 0, or what lowers them", "it divides by the mean reward", "refused"),
+    (
+        "`max_rl`, `grpo` with its deviation and `advantage.whiten`",
+        "a second division undoes what the first was for",
+        "accepted; whitening takes the step's scale",
+    ),
+    (
+        "top-p or top-k in training",
+        "log-probabilities would be those of a set of tokens that the trainer does not know",
+        "there is no such setting",
+    ),
+)
 
 _CRITIC = """\
 Per token, where a token's return R is V_old plus its generalized advantage (with `critic.gae_lambda`), not whitened."""
@@ -58,9 +139,25 @@ def reference() -> str:
         *_section("Policy losses: `loss.kind`", _LOSSES, POLICY_LOSSES),
         *_section("The critic's loss: `[critic]`", _CRITIC, {"critic": VALUE_LOSS}),
         *_section("Divergence: `loss.kl_estimator`, `reward.kl_estimator`", _DIVERGENCES, KL_ESTIMATORS),
+        *_section("Other terms of the loss", _TERMS, LOSS_TERMS),
         *_section("Aggregation: `loss.aggregation`", _AGGREGATIONS, AGGREGATIONS),
+        "## Which for which staleness\n",
+        f"{_POLICIES}\n",
+        *_table(_POLICY_TABLE),
+        f"{_NEEDS}\n",
+        *_table(_NEED_TABLE),
+        f"{_CONTRADICTIONS}\n",
+        *_table(_CONTRADICTION_TABLE),
     ]
     return "\n".join(parts)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    heading, *others = rows
+    yield f"| {' | '.join(heading)} |"
+    yield f"|{'---|' * len(heading)}"
+    yield from (f"| {' | '.join(row)} |" for row in others)
+    yield ""
 
 
 def _section(title: str, text: str, formulas: Mapping[str, Formula]) -> Iterator[str]:

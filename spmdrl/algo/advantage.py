@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmdrl.algo.formula import Estimator
 from spmdrl.algo.segments import discounted_sums, on_tokens, sequence_of_token, sequence_sums
+from spmdrl.types import UserError
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward
 
@@ -39,6 +40,20 @@ def centre(rewards: Tensor) -> Tensor:
     """R minus the mean of its group, for rewards [P, G]; REINFORCE++-baseline whitens it, arXiv:2501.03262."""
     shifted = _shifted(rewards)
     return shifted - _row_sums(shifted) / rewards.shape[1]
+
+
+def max_rl(rewards: Tensor) -> Tensor:
+    """(R - mean) / (mean + EPS) of rewards [P, G], which are 0 or more: MaxRL, arXiv:2602.02710.
+
+    Of rewards of 0 and 1, the gradient is that of the logarithm of the share of right answers, to an order that grows
+    with G. Raises UserError for a reward below 0, of which there is no share.
+    """
+    if (rewards < 0).any():
+        raise UserError(
+            f'advantage.estimator = "max_rl" divides by the mean reward of a group, and a reward is {rewards.min():g}; '
+            'let rewards be 0 or more, or use "grpo"'
+        )
+    return centre(rewards) / (_row_sums(rewards) / rewards.shape[1] + EPS)
 
 
 def no_advantage(rewards: Tensor) -> Tensor:
@@ -262,6 +277,12 @@ ESTIMATORS: dict[str, Estimator] = {
         settings={"discount": 1.0, "gae_lambda": 0.95},
         whiten=True,
         smallest_group=1,
+    ),
+    "max_rl": Estimator(
+        function=max_rl,
+        text="(R - mean) / (mean + 1e-6) of the group, for rewards of 0 or more",
+        source="arXiv:2602.02710",
+        when="Verifiers of right and wrong, and prompts that are rarely solved: each counts by its log-likelihood.",
     ),
     "opo": Estimator(
         function=opo,

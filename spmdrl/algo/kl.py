@@ -46,13 +46,34 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Te
     return KL_ESTIMATORS[estimator].function(logprobs - ref_logprobs)
 
 
-def kl_at_loss_tokens(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
+def kl_at_loss_tokens(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    estimator: str,
+    rollout_logprobs: Tensor | None = None,
+) -> Tensor:
     """Apply `kl_estimate` where loss_mask; 0 elsewhere. All inputs are [T].
+
+    With `rollout_logprobs` the estimate is multiplied by exp(logprobs - rollout_logprobs), which carries gradient too,
+    arXiv:2512.02556: of k1 and k3 both value and gradient are then unbiased, whatever policy sampled the tokens.
 
     The mask comes before the estimator: exp of a prompt token's difference means nothing and may overflow.
     """
     here, there = (torch.where(loss_mask, values, 0.0) for values in (logprobs, ref_logprobs))
-    return kl_estimate(here, there, estimator=estimator)
+    estimate = kl_estimate(here, there, estimator=estimator)
+    if rollout_logprobs is None:
+        return estimate
+    return (here - torch.where(loss_mask, rollout_logprobs, 0.0)).exp() * estimate
+
+
+def log_ratio_penalty(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """(logprobs - rollout_logprobs)^2 where loss_mask, else 0: [T] nats^2, which pulls the policy to what sampled.
+
+    Kimi K2.5, arXiv:2602.02276.
+    """
+    return torch.where(loss_mask, logprobs - rollout_logprobs, 0.0).square()
 
 
 def merged_divergence(logprobs: Tensor, teacher_logprobs: Tensor, *, kind: Divergence, beta: float) -> Tensor:
@@ -106,5 +127,21 @@ KL_ESTIMATORS: dict[str, Formula] = {
         text="exp(-D) - 1 + D",
         source=_SCHULMAN,
         when="In the loss, as GRPO has it: unbiased and never negative.",
+    ),
+}
+# Settings of the loss that are on where they are set, not one of several kinds.
+LOSS_TERMS: dict[str, Formula] = {
+    "kl_importance_ratio": Formula(
+        function=kl_at_loss_tokens,
+        text="exp(s) times the divergence of `kl_estimator` (k1 or k3)",
+        source="DeepSeek-V3.2, arXiv:2512.02556",
+        when="With `kl_coef` and tokens that other weights sampled: value and gradient stay unbiased.",
+    ),
+    "log_ratio_coef": Formula(
+        function=log_ratio_penalty,
+        text="log_ratio_coef s^2",
+        source="Kimi K2.5, arXiv:2602.02276",
+        when="Stale tokens, beside a loss without a clip or with DPPO's mask: a pull back to the policy that sampled "
+        "(0.001 is usual).",
     ),
 }

@@ -178,8 +178,8 @@ def chosen_tokens(priorities: Tensor, threshold: float) -> Tensor:
 # The policy losses, and the table of their names.
 #
 # All take logprobs, old_logprobs, advantages and loss_mask, each [T], of which only logprobs carries grad; without
-# old_logprobs the policy is the one that sampled, and every ratio is exactly 1. Values outside loss_mask have no
-# effect.
+# old_logprobs the policy is the one that sampled, and every ratio is exactly 1. Those of DPPO take rollout_logprobs in
+# their place, what the engine said. Values outside loss_mask have no effect.
 
 
 def ppo(
@@ -328,6 +328,54 @@ def kl_cov(
     return PolicyLoss(per_token, torch.zeros_like(loss_mask), ratio.detach())
 
 
+def dppo_tv(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    divergence_threshold: float,
+) -> PolicyLoss:
+    """-ratio A, but 0 and without gradient where the update would leave the trust region, DPPO arXiv:2602.04879.
+
+    ratio = p / q, p being the policy's probability of the token and q that with which the engine sampled it. A token
+    has left the region where |p - q|, the total variation between the distributions over this token and all others, is
+    above divergence_threshold, and A pushes p further away from q.
+    """
+    log_ratio, _ = at_loss_tokens(logprobs, rollout_logprobs, advantages, loss_mask)
+    sampled = torch.where(loss_mask, rollout_logprobs, 0.0).exp()
+    variation = (sampled * log_ratio.detach().expm1()).abs()
+    return _inside(logprobs, rollout_logprobs, advantages, loss_mask, variation > divergence_threshold)
+
+
+def dppo_kl(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    divergence_threshold: float,
+) -> PolicyLoss:
+    """`dppo_tv` with another distance: q log(q / p) + (1 - q) log((1 - q) / (1 - p)), KL(engine || policy) over this
+    token and all others, nats."""
+    now, sampled = (torch.where(loss_mask, values, -1.0) for values in (logprobs.detach(), rollout_logprobs))
+    # Rounding may leave a log-probability above 0.
+    other_now, other_sampled = (-torch.expm1(values.clamp(max=0.0)) for values in (now, sampled))
+    divergence = sampled.exp() * (sampled - now)
+    divergence = divergence + torch.xlogy(other_sampled, other_sampled) - torch.xlogy(other_sampled, other_now)
+    return _inside(logprobs, rollout_logprobs, advantages, loss_mask, divergence > divergence_threshold)
+
+
+def _inside(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, is_far: Tensor
+) -> PolicyLoss:
+    """-ratio A of tokens that are not far from the engine's policy, [T] bool, or that the update brings nearer."""
+    log_ratio, advantages = at_loss_tokens(logprobs, rollout_logprobs, advantages, loss_mask)
+    left = loss_mask & is_far & (log_ratio.detach() * advantages > 0)
+    ratio = torch.where(left, 0.0, log_ratio).exp()
+    return PolicyLoss(torch.where(left, 0.0, -ratio * advantages), left, log_ratio.detach().exp())
+
+
 POLICY_LOSSES: dict[str, LossKind] = {
     "ppo": LossKind(
         function=ppo,
@@ -384,6 +432,21 @@ POLICY_LOSSES: dict[str, LossKind] = {
         prioritise=greatest_first,
         choice={"cov_fraction": 2e-3},
         off_policy_only=True,
+    ),
+    "dppo_tv": LossKind(
+        function=dppo_tv,
+        text="-exp(s) A, s = logprob - rollout_logprob; 0 where abs(p - q) > divergence_threshold and s A > 0, p and q "
+        "being the two probabilities",
+        source="arXiv:2602.04879",
+        when="Stale tokens, and engines unlike the trainer: rare tokens may move far in ratio, likely ones not.",
+        settings={"divergence_threshold": 0.15},
+    ),
+    "dppo_kl": LossKind(
+        function=dppo_kl,
+        text="as `dppo_tv`, with q log(q / p) + (1 - q) log((1 - q) / (1 - p)) in place of abs(p - q)",
+        source="arXiv:2602.04879",
+        when="As `dppo_tv`; a distance that also counts what happens to improbable tokens.",
+        settings={"divergence_threshold": 0.05},
     ),
 }
 

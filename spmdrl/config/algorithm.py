@@ -41,10 +41,10 @@ def _known_loss(name: str) -> str:
 
 class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
-    """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `opo`, `remax` (which samples one
-    more response for each prompt, greedily), `pass_at_k`, `gigpo` (of episodes) or `none` (rewards are measured, and
-    not trained on), see `docs/algorithms.md`; or a function of yours, `package.module:function` or
-    `path/file.py:function`, see `docs/extending.md`."""
+    """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `max_rl` (rewards of 0 or more),
+    `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`, `gigpo` (of episodes) or
+    `none` (rewards are measured, and not trained on), see `docs/algorithms.md`; or a function of yours,
+    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
     """`grpo` and `gigpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -98,8 +98,8 @@ def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str
 
 class LossConfig(Section):
     kind: Annotated[str, AfterValidator(_known_loss)] = "ppo"
-    """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov` or `kl_cov`, see `docs/algorithms.md`; or a function of yours,
-    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
+    """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`, see `docs/algorithms.md`;
+    or a function of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     clip_low: NonNegative | None = None
     """Lower bound of the ratio: 1 - clip_low, or exp(-clip_low) under `gmpo`. Unset: the default of `kind`, as
     for all settings that only some kinds have."""
@@ -111,6 +111,9 @@ class LossConfig(Section):
     """`sapo` only: steepness of the gate for positive advantages."""
     tau_negative: Positive | None = None
     """`sapo` only: steepness of the gate for the other advantages."""
+    divergence_threshold: Positive | None = None
+    """`dppo_tv` and `dppo_kl` only: the distance from the engine's policy, at a token, beyond which no update pushes
+    it; a difference of probabilities, or nats. Unset: 0.15 and 0.05."""
     cov_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """`clip_cov` and `kl_cov` only: share of the mini-batch's tokens that are chosen, at least one."""
     cov_low: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -129,6 +132,11 @@ class LossConfig(Section):
     """Estimator of that divergence. k1 has no expected gradient on-policy and also needs `allow_k1_loss`."""
     allow_k1_loss: bool = False
     """Use k1 as a loss although its expected on-policy gradient is zero."""
+    kl_importance_ratio: bool = False
+    """Multiply the divergence of the loss by exp(n - b), with its gradient, so that it stays unbiased for tokens that
+    other weights sampled, or another program; k1 or k3 only."""
+    log_ratio_coef: NonNegative = 0.0
+    """Weight of (n - b)^2, which pulls each token's log-probability n to b, that of the policy that sampled it."""
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus; above 0 favours entropy."""
     entropy_target_nats: Positive | None = None
@@ -164,6 +172,11 @@ class LossConfig(Section):
     def is_custom(self) -> bool:
         """True when the loss is a function of the user's."""
         return ":" in self.kind
+
+    @property
+    def compares_with_engine(self) -> bool:
+        """True when the ratio is to the policy that sampled, as the engine reported it, and not to the trainer's."""
+        return self.formula is not None and "rollout_logprobs" in self.formula.needs
 
     @property
     def formula(self) -> LossKind | None:
@@ -222,10 +235,21 @@ def cov_low_is_below_cov_high(loss: LossConfig) -> Iterator[str]:
 
 @rule(LossConfig)
 def k1_loss_is_allowed_by_name(loss: LossConfig) -> Iterator[str]:
-    if loss.kl_coef > 0 and loss.kl_estimator == "k1" and not loss.allow_k1_loss:
+    if loss.kl_coef > 0 and loss.kl_estimator == "k1" and not (loss.allow_k1_loss or loss.kl_importance_ratio):
         yield (
             'kl_estimator = "k1" has zero expected gradient on-policy, so as a loss it only adds noise; '
             'set kl_estimator = "k3" (or "k2"), or allow_k1_loss = true if that is what you want'
+        )
+
+
+@rule(LossConfig)
+def importance_ratio_needs_an_unbiased_divergence(loss: LossConfig) -> Iterator[str]:
+    if loss.kl_importance_ratio and loss.kl_coef == 0:
+        yield "kl_importance_ratio = true has no meaning with kl_coef = 0; set kl_coef above 0, or remove it"
+    elif loss.kl_importance_ratio and loss.kl_estimator == "k2":
+        yield (
+            'kl_importance_ratio = true weighs an unbiased estimate, which kl_estimator = "k2" is not; set that to '
+            '"k3", or remove kl_importance_ratio'
         )
 
 
@@ -270,6 +294,10 @@ class CorrectionConfig(Section):
     is usual); takes a pass for the old log-probabilities."""
     opsm_delta_nats: NonNegative | None = None
     """Off-policy sequence masking: drop rollouts of negative advantage whose mean b - n is above this."""
+    router_replay: Literal["none", "R2", "R3"] = "none"
+    """The experts that tokens go to in a step's updates: `none`, those that the policy's routers choose then; `R2`,
+    those that they chose in the pass before the first update; `R3`, those that the engine chose while sampling. Routers
+    weigh them by their own scores, and learn. See `docs/agreement.md`."""
     old: Literal["trainer", "rollout"] = "trainer"
     """Source of the ratio's old log-probabilities. `rollout` takes the engine's, which saves the pass that computes
     them; for engines that agree with the trainer."""

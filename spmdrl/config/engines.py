@@ -24,6 +24,7 @@ class EngineFacts:
     settings: tuple[str, ...] = ()  # of `ENGINE_SETTINGS`, those that it reads
     # By device type, then by rollout.attention_backend: the trainer's kernel that computes the same bits.
     exact_kernels: Mapping[str, Mapping[str | None, str]] = field(default_factory=dict)
+    reports_routes: bool = False  # the experts that tokens went to, where a request asks for them
     exact_in_float32: bool = False  # with these kernels the residual stream is float32
 
 
@@ -31,7 +32,12 @@ class EngineFacts:
 ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
     "torch": (
         "spmdrl.engine.torch.engine:TorchEngine",
-        EngineFacts(runs_disaggregated=True, takes_adapters=True, exact_kernels={"cpu": {None: "invariant"}}),
+        EngineFacts(
+            runs_disaggregated=True,
+            takes_adapters=True,
+            reports_routes=True,
+            exact_kernels={"cpu": {None: "invariant"}},
+        ),
     ),
     "sglang": (
         "spmdrl.engine.sglang.engine:SGLangEngine",

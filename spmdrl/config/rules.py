@@ -63,6 +63,17 @@ def kl_in_reward_needs_scored_baselines(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def max_rl_needs_rewards_of_zero_or_more(cfg: Config) -> Iterator[str]:
+    reward = cfg.reward
+    lowering = {"overlong_tokens": reward.overlong_tokens, "kl_coef": reward.kl_coef}
+    if cfg.advantage.estimator == "max_rl" and (names := [name for name, value in lowering.items() if value]):
+        yield (
+            f'advantage.estimator = "max_rl" divides by the mean reward of a group, which reward.{names[0]} = '
+            f'{lowering[names[0]]:g} could make negative; remove that, or use "grpo"'
+        )
+
+
+@rule(Config)
 def kl_counts_once(cfg: Config) -> Iterator[str]:
     if cfg.loss.kl_coef > 0 and cfg.reward.kl_coef > 0:
         yield (
@@ -99,6 +110,30 @@ def sequence_losses_reject_sequences(cfg: Config) -> Iterator[str]:
             f'correction.reject = "token" leaves out tokens, but loss.kind = "{cfg.loss.kind}" takes its ratio from '
             'all tokens of a response, so that they would be trained on; set it to "geometric" '
             'or "sequence"'
+        )
+
+
+@rule(Config)
+def the_engine_is_compared_with_once(cfg: Config) -> Iterator[str]:
+    if cfg.loss.compares_with_engine and cfg.correction.kind != "none":
+        yield (
+            f'loss.kind = "{cfg.loss.kind}" takes its ratio to what the engine says, so that correction.kind = '
+            f'"{cfg.correction.kind}" would count the mismatch twice; remove correction.kind'
+        )
+
+
+@rule(Config)
+def routes_of_the_first_pass_need_several_updates(cfg: Config) -> Iterator[str]:
+    if cfg.correction.router_replay == "R2" and cfg.loss.updates_per_step == 1:
+        yield (
+            'correction.router_replay = "R2" replays the routes of the pass before the updates, and with '
+            "loss.updates_per_step = 1 the only update takes the same by itself; raise updates_per_step, or set "
+            'router_replay to "none", or to "R3" for tokens that other weights sampled'
+        )
+    if cfg.correction.router_replay == "R2" and cfg.correction.old == "rollout":
+        yield (
+            'correction.router_replay = "R2" needs the pass before the updates, which correction.old = "rollout" '
+            'saves; set old = "trainer"'
         )
 
 
@@ -492,5 +527,10 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
         yield f'offload.engine names "cuda_graph", but {engine} has no CUDA graphs; leave it out'
     if cfg.sends_adapters and not facts.takes_adapters:
         yield f"[lora]: {engine} takes no adapters; set lora.merge = true, and it gets merged weights"
+    if cfg.correction.router_replay == "R3" and not facts.reports_routes:
+        yield (
+            f'correction.router_replay = "R3" replays what the engine chose, and {engine} reports no routes; set it to '
+            '"R2", which needs several updates a step, or to "none"'
+        )
     if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
         yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

@@ -103,6 +103,11 @@ class Config(Section):
         return {**self.loss.weighting, "distill": self.distill}
 
     @property
+    def sequences(self) -> dict[str, Any]:
+        """Settings that say what a sequence takes over from its rollout."""
+        return {"turn_weight": self.reward.turn_weight, "needs_routes": self.correction.router_replay == "R3"}
+
+    @property
     def sends_adapters(self) -> bool:
         """True when refits send the engine adapters, and its base once."""
         return self.lora is not None and not self.lora.merge

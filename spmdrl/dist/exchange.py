@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -35,6 +35,8 @@ class SequenceInfo:
     teacher: int = NO_TEACHER  # its place in the settings
     num_hinted: int = 0  # tokens of its hint
     num_replaced: int = 0
+    num_layers: int = 0  # of its routes, 0 without any
+    num_chosen: int = 0  # experts of a token in a layer
 
     @property
     def place(self) -> Place:
@@ -46,6 +48,11 @@ class SequenceInfo:
         """Whole numbers that are sent for it: n tokens, n mask entries, its hint, its turns and its images."""
         others = self.num_hinted + _TURN_WIDTH * self.num_turns + _IMAGE_WIDTH * self.num_images
         return 2 * self.num_tokens + others
+
+    @property
+    def num_routes(self) -> int:
+        """Experts in its routes, over tokens and layers."""
+        return self.num_tokens * self.num_layers * self.num_chosen
 
 
 _TURN_WIDTH = 5  # number, start, end, state, and the bits of the reward
@@ -65,6 +72,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             s.teacher,
             len(s.hint.token_ids),
             s.hint.num_replaced,
+            *((0, 0) if s.routes is None else s.routes.shape[1:]),
             s.reward,
             s.baseline_reward,
             s.earned,
@@ -72,15 +80,15 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
         for s in sequences
     ]
     # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 13))
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 15))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *of_teacher = map(int, row[:10])
-    teacher, num_hinted, num_replaced = of_teacher
-    reward, baseline_reward, earned = row[10:]
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *others = map(int, row[:12])
+    teacher, num_hinted, num_replaced, num_layers, num_chosen = others
+    reward, baseline_reward, earned = row[12:]
     return SequenceInfo(
         index=index,
         part=part,
@@ -96,6 +104,8 @@ def _info(row: list[float], rank: int) -> SequenceInfo:
         teacher=teacher,
         num_hinted=num_hinted,
         num_replaced=num_replaced,
+        num_layers=num_layers,
+        num_chosen=num_chosen,
     )
 
 
@@ -110,7 +120,8 @@ def exchange(
     """Send each sequence to all ranks of share goes_to[place]; return this rank's share, in global order.
 
     Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks there
-    is one all-to-all for integers and one for floats; `infos` tells every rank how much each rank sends.
+    is one all-to-all for integers, one for floats and, where there are some, one for routes; `infos` tells every rank
+    how much each rank sends.
     """
     if mesh.size() == 1:
         return sorted(sequences, key=lambda sequence: sequence.place)
@@ -141,6 +152,15 @@ def exchange(
         _sequence(info, numbers, of_tokens.tolist())
         for info, numbers, of_tokens in zip(incoming, parts, logprobs, strict=True)
     ]
+    if any(info.num_routes for info in infos):
+        routed = [torch.empty(0, dtype=torch.int16), *(s.routes.flatten() for s in everything if s.routes is not None)]
+        flat = torch.cat(routed).view(torch.uint8)  # as bytes: not every backend knows every dtype
+        flat = _all_to_all(flat, *splits(lambda info: 2 * info.num_routes), mesh).view(torch.int16)
+        of_sequences = flat.split([info.num_routes for info in incoming])
+        received = [
+            replace(sequence, routes=routes.view(-1, info.num_layers, info.num_chosen)) if info.num_routes else sequence
+            for sequence, info, routes in zip(received, incoming, of_sequences, strict=True)
+        ]
     return sorted([*stays, *received], key=lambda sequence: sequence.place)
 
 

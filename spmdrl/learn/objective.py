@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.algo.kl import kl_at_loss_tokens
+from spmdrl.algo.kl import kl_at_loss_tokens, log_ratio_penalty
 from spmdrl.algo.losses import PolicyLoss, clipped_value_loss, mismatch, sft_loss, weighted_sum
 from spmdrl.config import Config, CorrectionConfig, DistillConfig, LossConfig, MismatchConfig
 from spmdrl.learn.coefficients import ENTROPY
@@ -196,15 +196,30 @@ class PolicyObjective:
             **weighed.means,
             **{f"loss/{name}": values for name, values in policy.means.items()},
         }
+        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
+        if (disagreement := outputs.router_disagreement) is not None:
+            has_route = mask & (disagreement >= 0)
+            whose = "mismatch" if self._correction.router_replay == "R3" else "update"
+            elsewhere[f"{whose}/router_disagree_fraction"] = disagreement, has_route
+            means[f"{whose}/router_replayed_fraction"] = has_route.float()
         if micro_batch.ref_logprobs is not None:
-            kl = kl_at_loss_tokens(logprobs, micro_batch.ref_logprobs, mask, estimator=self._loss.kl_estimator)
+            kl = kl_at_loss_tokens(
+                logprobs,
+                micro_batch.ref_logprobs,
+                mask,
+                estimator=self._loss.kl_estimator,
+                rollout_logprobs=micro_batch.rollout_logprobs if self._loss.kl_importance_ratio else None,
+            )
             if self._loss.kl_coef:  # else the reference is the reward's
                 per_token = per_token + self._loss.kl_coef * kl
             means[f"update/{self._loss.kl_estimator}_ref_nats"] = kl.detach()
+        if self._loss.log_ratio_coef:
+            penalty = log_ratio_penalty(logprobs, micro_batch.rollout_logprobs, mask)
+            per_token = per_token + self._loss.log_ratio_coef * penalty
+            means["update/log_ratio_squared"] = penalty.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
             per_token = per_token - entropy_coef * outputs.entropy
         loss_sum = weighted_sum(per_token, micro_batch.loss_weights)
-        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
         if (weights := micro_batch.environment_weights) is not None:
             said = weights != 0
             cross_entropy = sft_loss(logprobs, said)

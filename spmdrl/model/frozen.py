@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -35,18 +35,18 @@ class FrozenModel:
     def __call__(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens."""
         with self._alone():
-            return self.model(micro_batch)
+            return self.model(replace(micro_batch, routes=None))
 
     def hidden(self, micro_batch: MicroBatch, place: int) -> Tensor:
         """Compute the hidden states [N, D] from which this rank's chunk predicts the N tokens that the model teaches as
         the teacher at this place, in the compute dtype."""
         with self._alone():
-            return self.model.hidden(micro_batch, place)
+            return self.model.hidden(replace(micro_batch, routes=None), place)
 
     def top_tokens(self, micro_batch: MicroBatch, place: int, *, k: int, num_rows: int) -> TopTokens:
         """Find the k tokens that the model finds most probable in the place of each of these N."""
         with self._alone():
-            return self.model.top_tokens(micro_batch, place, k=k, num_rows=num_rows)
+            return self.model.top_tokens(replace(micro_batch, routes=None), place, k=k, num_rows=num_rows)
 
     def head(self, num_rows: int) -> TeacherHead | float:
         """Copy the first `num_rows` of this rank's rows of the head to its device; of the policy's own base, which has

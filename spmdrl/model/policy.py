@@ -24,6 +24,7 @@ from spmdrl.model.logprobs import place_at, predicting_rows
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
+from spmdrl.model.routes import FREE, Routers
 from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.model.top_tokens import top_tokens
 from spmdrl.model.trunk import PlacedFeatures, Trunk
@@ -113,6 +114,9 @@ class TokenLogprobs:
     logprobs: Tensor  # [T] float32, nats
     entropy: Tensor  # [T] float32, nats, of the distribution that token t was sampled from
     divergence: Tensor | None = None  # [T] float32, nats, from the teacher's; 0 for tokens that are not distilled
+    # Of the row that predicts a token, where routes are replayed: [T] float32, the share of its experts that the
+    # model's own routers would not have taken; negative where it has no record, 0 for tokens that are not predicted.
+    router_disagreement: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class PackedModel(nn.Module):
 
     forwards: ClassVar[tuple[str, ...]] = ()  # methods that compute as `forward` does, with gathered weights
     adapters: Adapters | None  # set after the model was sharded, where the model itself is frozen
+    routers: Routers | None = None  # set where routes are recorded or replayed
 
     def __init__(
         self,
@@ -188,6 +193,9 @@ class PackedModel(nn.Module):
     def _hidden(self, micro_batch: MicroBatch, chunk: slice) -> Tensor:
         """Run the layers on a chunk of the tokens; returns the output of the last, [T of the chunk, D]."""
         seqlens = micro_batch.seqlens
+        if self.routers is not None:
+            routes = micro_batch.routes
+            self.routers.replay(None if routes is None else self._on_device(routes[chunk]))
         return self.trunk(
             self._on_device(micro_batch.token_ids[chunk]),
             self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
@@ -309,7 +317,22 @@ class Policy(PackedModel):
             columns = self._taught(micro_batch, predicting, head, options)
         else:
             columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
-        return TokenLogprobs(*(self._per_token(column, predicting) for column in columns))
+        found = TokenLogprobs(*(self._per_token(column, predicting) for column in columns))
+        if self.routers is None or micro_batch.routes is None:
+            return found
+        disagreement = self.routers.disagreement[predicting.rows]
+        return replace(found, router_disagreement=self._per_token(disagreement, predicting))
+
+    def own_routes(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the routes of the last forward pass, which was of this micro-batch: [T, L, k] int16, on the host.
+
+        Those of other ranks' chunks are FREE: they are replayed by the ranks that have recorded them.
+        """
+        assert self.routers is not None, "nothing records the routes of this model"
+        taken = self.routers.taken.cpu()
+        routes = taken.new_full((len(micro_batch.token_ids), *taken.shape[1:]), FREE)
+        routes[self._chunk(len(micro_batch.token_ids))] = taken
+        return routes
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's rows of the head, weight [V, D] and bias [V]."""

@@ -59,6 +59,7 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.policy import adapter_problems
 from spmdrl.model.reward_model import reward_model_problems
+from spmdrl.model.routes import routes_refusal
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
@@ -126,6 +127,7 @@ def open_inputs(
     found.ask(_adapter_problems, cfg, policy)
     found.ask(_head_problems, policy)
     found.ask(_vision_problems, cfg, policy)
+    found.ask(_routing_problems, cfg, policy)
     found.ask(_rate_problems, cfg, policy)
     found.ask(top_token_problems, cfg, policy)
     for model in others:
@@ -457,6 +459,17 @@ def _head_problems(policy: OpenedModel) -> Iterator[str]:
 def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     yield from frozen_part_problems(policy.config, policy.cfg)
     yield from vision_problems(cfg, policy.config)
+
+
+def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
+    if isinstance(cfg, TuningConfig) or cfg.correction.router_replay == "none":
+        return
+    model = model_without_memory(policy.config, policy.cfg)
+    if refusal := routes_refusal(model):
+        yield (
+            f'correction.router_replay = "{cfg.correction.router_replay}", but {policy.config.model_type} {refusal}; '
+            'set it to "none"'
+        )
 
 
 def _rate_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:

@@ -50,7 +50,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     """
     text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    chosen = _experts_per_token(text) or 1
+    chosen = experts_per_token(text) or 1
     parameters = 0
     for name, shape in shapes.items():
         is_product = ".embed" not in name or model_config.tie_word_embeddings  # a tied one is also the head
@@ -64,7 +64,8 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     )
 
 
-def _experts_per_token(text: Any) -> int:
+def experts_per_token(text: Any) -> int:
+    """Count the experts of a token in a layer, by the config of a language model; 0 without experts."""
     names = ("num_experts_per_tok", "top_k_experts")
     return next(filter(None, (getattr(text, name, None) for name in names)), 0)
 
@@ -160,7 +161,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     head_width = max(size for _, size in cached.values())
     widths = (getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size"))
     mlp_width = next(filter(None, widths), 4 * hidden)
-    experts_per_token = _experts_per_token(config) if expert_names(shapes) else 0
+    num_chosen = experts_per_token(config) if expert_names(shapes) else 0
     expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
     conv_elements, state_elements = remembered_elements(config)
     first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
@@ -171,8 +172,8 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         key_width=max(number * size for number, size in cached.values()),
         query_heads=heads,
         head_width=head_width,
-        mlp_width=expert_width * experts_per_token or mlp_width,
-        experts_per_token=experts_per_token,
+        mlp_width=expert_width * num_chosen or mlp_width,
+        experts_per_token=num_chosen,
         norms=sum("norm" in name and shapes[name] == (hidden,) for name in first_layer),
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,

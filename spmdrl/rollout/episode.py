@@ -223,6 +223,7 @@ class Episode:
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
             cache_on_finish=self._ends_before_another,
+            routes_from=self._first_unrouted if self.sampling.reports_routes else None,
         )
 
     def add(self, sampled: Response) -> None:
@@ -290,6 +291,12 @@ class Episode:
     def _images(self) -> tuple[ImageSpan, ...]:
         """The images of the trajectory that grows."""
         return Trajectory(turns=self.trajectories[-1]).images
+
+    @property
+    def _first_unrouted(self) -> int:
+        """The first token of the trajectory that grows whose routes no engine has reported."""
+        responses = [*(turn.response for turn in self.trajectories[-1]), self.response]
+        return max((response.routes.end for response in responses if response.routes is not None), default=0)
 
     def _act(self) -> None:
         assert self._environment is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,13 @@ from spmdrl.rewards.client import Rewarded, known_reward
 from spmdrl.rollout.codec import ACTIONS, IMAGES, OBSERVATIONS, PROMPTS
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler
-from spmdrl.types import Response, RewardOutcome, Rollout, Span, Trajectory, Turn, UserError
+from spmdrl.types import Response, RewardOutcome, Rollout, Routes, Span, Trajectory, Turn, UserError
 
 _PREFIX = "step-"
 _WRITER = "debug.save_rollouts"
 _WORDS_OF_PROMPTS = {"text", "answer", "task", "messages", "images"}
-_FORM = "3"  # of the files; 1 had one response for each rollout, 2 no images
+_FORM = "4"  # of the files; 1 had one response for each rollout, 2 no images, 3 no routes
+_NO_ROUTES = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,8 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     responses = [turn.response for turn in turns]
     spans = [span for response in responses for span in response.spans]
+    all_routes = [response.routes for response in responses]
+    reported = [routes for routes in all_routes if routes is not None]
 
     def whole(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64)
@@ -210,6 +214,13 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
         "logprobs": real(logprob for response in responses for logprob in response.logprobs),  # nats
         "num_spans": whole(len(response.spans) for response in responses),  # [K]
         "spans": whole(number for span in spans for number in (span.version, span.num_tokens)).view(-1, 2),
+        "routes": torch.cat([torch.empty(0).short(), *(routes.tensor.flatten() for routes in reported)]),
+        # [K, 4]: the first token, and n, L and k
+        "routes_of": whole(
+            number
+            for routes in all_routes
+            for number in (_NO_ROUTES if routes is None else (routes.start, *routes.shape))
+        ).view(-1, 4),
         "texts": as_bytes(
             {
                 "prompts": [
@@ -232,7 +243,8 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
 
 def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
-    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name != "texts"}
+    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name not in ("texts", "routes")}
+    columns["routes"] = list(_routes(tensors["routes"], columns["routes_of"]))
     numbers = zip(columns["prompt_id"], _cut(columns["prompt_token_ids"], columns["prompt_tokens"]), strict=True)
     prompts = PROMPTS.load(
         [
@@ -272,12 +284,20 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     return zip(rollouts, outcomes, strict=True)
 
 
+def _routes(flat: Tensor, routes_of: Sequence[Sequence[int]]) -> Iterator[Routes | None]:
+    """Yield the routes of each turn."""
+    sizes = [math.prod(shape) for _, *shape in routes_of]
+    for (start, *shape), experts in zip(routes_of, flat.split(sizes), strict=True):
+        yield Routes.of(start, experts.view(*shape)) if any(shape) else None
+
+
 def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:
-    for context_ids, token_ids, logprobs, spans, finish_reason, action, observation, images in zip(
+    for context_ids, token_ids, logprobs, spans, routes, finish_reason, action, observation, images in zip(
         _cut(columns["context_ids"], columns["context_tokens"]),
         _cut(columns["token_ids"], columns["response_tokens"]),
         _cut(columns["logprobs"], columns["response_tokens"]),
         _cut(columns["spans"], columns["num_spans"]),
+        columns["routes"],
         texts["finish_reasons"],
         ACTIONS.load(texts["actions"]),
         OBSERVATIONS.load(texts["observations"]),
@@ -289,6 +309,7 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
             logprobs=tuple(logprobs),
             finish_reason=finish_reason,
             spans=tuple(Span(*span) for span in spans),
+            routes=routes,
         )
         yield Turn(
             context_ids=tuple(context_ids),
@@ -373,10 +394,16 @@ def recording_problems(cfg: Config) -> Iterator[str]:
         )
         return
     try:
-        before, now = read_parts(folder, steps[0])[0].config["rollout"], cfg.rollout
+        recorded = read_parts(folder, steps[0])[0].config
     except UserError as error:
         yield str(error)
         return
+    before, now = recorded["rollout"], cfg.rollout
+    if cfg.correction.router_replay == "R3" and recorded["correction"].get("router_replay") != "R3":
+        yield (
+            f'debug.load_rollouts = {folder} was recorded without routes, which correction.router_replay = "R3" '
+            'replays; set it to "none", or record with it'
+        )
     for setting in ("group_size", "temperature"):
         if before[setting] != getattr(now, setting):
             yield (

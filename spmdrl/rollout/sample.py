@@ -17,6 +17,7 @@ class Sampling:
     max_response_tokens: int  # in a trajectory, everything after the prompt
     stop_token_ids: frozenset[int]
     top_p: float = 1.0
+    reports_routes: bool = False  # the experts that tokens went to are wanted
 
     def greedy(self) -> Sampling:
         """Change to sampling the most probable token at every place."""
@@ -30,6 +31,7 @@ def training_sampling(cfg: Config, stop_token_ids: frozenset[int]) -> Sampling:
         temperature=cfg.rollout.temperature,
         max_response_tokens=cfg.rollout.max_response_tokens,
         stop_token_ids=stop_token_ids,
+        reports_routes=cfg.correction.router_replay == "R3",
     )
 
 

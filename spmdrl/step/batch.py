@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.losses import token_weights
@@ -49,6 +50,8 @@ from spmdrl.types import (
     Rollout,
     Sequence,
     TrainingDiverged,
+    Trajectory,
+    UserError,
 )
 
 T = TypeVar("T")
@@ -82,20 +85,41 @@ def to_sequences(
     label: Callable[[Prompt], tuple[int, Hint]] = lambda _: (NO_TEACHER, NO_HINT),
     *,
     turn_weight: float = 0.0,
+    needs_routes: bool = False,
 ) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
     `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `label` gives
-    the place of a prompt's teacher, and what that reads. Raises TrainingDiverged on all ranks when an engine has
-    reported a log-probability that is not finite to one.
+    the place of a prompt's teacher, and what that reads. Sequences have routes where they are needed. Raises
+    TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one, and UserError
+    when routes are missing.
     """
     with raise_on_all_ranks(mesh):
         return [
-            sequence for one in rewarded for sequence in _sequences_of(one, turn_weight, *label(one.rollout.prompt))
+            sequence
+            for one in rewarded
+            for sequence in _sequences_of(one, turn_weight, needs_routes, *label(one.rollout.prompt))
         ]
 
 
-def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int, hint: Hint) -> Iterator[Sequence]:
+def _routes_of(trajectory: Trajectory, rollout: Rollout) -> Tensor | None:
+    """Return the routes of a trajectory's tokens; raises UserError when those of one are missing that its sampled
+    tokens depend on: all but the last."""
+    routes, sampled = trajectory.routes, trajectory.sampled
+    num_needed = len(sampled) - 1 - sampled[::-1].index(True) if True in sampled and not rollout.is_masked else 0
+    num_known = int((routes[:num_needed] >= 0).flatten(1).all(1).sum()) if routes is not None else 0
+    if num_known < num_needed:
+        raise UserError(
+            f'correction.router_replay = "R3", but the engine has reported the routes of {num_known} of the '
+            f"{num_needed} tokens before the last of sample {rollout.sample_index} of prompt "
+            f'{rollout.prompt.prompt_id}; set it to "none", or to "R2" with several updates a step'
+        )
+    return routes
+
+
+def _sequences_of(
+    rewarded: RewardedRollout, turn_weight: float, needs_routes: bool, teacher: int, hint: Hint
+) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
     rollout, earned = rewarded.rollout, 0.0
     _require_finite_logprobs(rollout)
@@ -117,6 +141,7 @@ def _sequences_of(rewarded: RewardedRollout, turn_weight: float, teacher: int, h
             images=trajectory.images,
             teacher=teacher,
             hint=hint,
+            routes=_routes_of(trajectory, rollout) if needs_routes else None,
         )
         earned += sum(turn.reward for turn in turns)
 
@@ -313,6 +338,19 @@ def lay_end_to_end(
         distill_weights=None if distill is None else distill_weights,
         sequence_teacher=tuple(sequence.teacher for sequence in sequences),
         hints=tuple(sequence.hint for sequence in sequences),
+        routes=_laid_out_routes(sequences),
+    )
+
+
+def _laid_out_routes(sequences: list[Sequence]) -> Tensor | None:
+    """Return the routes of all tokens, [T, L, k], -1 for those of sequences without a record; None where none has
+    one."""
+    known = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    if not known:
+        return None
+    free = known[0].new_full((1, *known[0].shape[1:]), -1)
+    return torch.cat(
+        [free.expand(len(one.token_ids), -1, -1) if one.routes is None else one.routes for one in sequences]
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import CRITIC, POLICY, Learner
 from spmdrl.model.frozen import FrozenModel
+from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
 from spmdrl.step.teachers import FrozenModels
@@ -35,18 +38,32 @@ def add_logprobs(
     needs_pass = needs_old_logprobs(
         cfg.loss, cfg.correction, num_updates=len(batch.mini_batches), penalizes_divergence=cfg.penalizes_divergence
     )
+    routes: list[Tensor] | None = [] if cfg.correction.router_replay == "R2" else None
     forwards: dict[str, Forward] = {}
     if cfg.correction.old == "rollout":
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
-        forwards["old_logprobs"] = lambda micro_batch: learners[POLICY].model(micro_batch).logprobs
+        forwards["old_logprobs"] = partial(_old_logprobs, learners[POLICY].model, routes)
     forwards |= reference_columns(frozen.reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
-    completed = frozen.teach(add_columns(batch, forwards, meshes.training), meshes)
+    batch = add_columns(batch, forwards, meshes.training)
+    if routes:
+        both = zip(batch.micro_batches, routes, strict=True)
+        batch = batch.with_micro_batches(replace(micro_batch, routes=taken) for micro_batch, taken in both)
+    completed = frozen.teach(batch, meshes)
     if CRITIC in learners:
         reshard(learners[CRITIC].model)  # the policy is updated before it, and needs the memory
     return completed
+
+
+def _old_logprobs(policy: PackedModel, routes: list[Tensor] | None, micro_batch: MicroBatch) -> Tensor:
+    """Compute the policy's log-probabilities before the updates; appends the routes that it has taken for that."""
+    logprobs: Tensor = policy(micro_batch).logprobs
+    if routes is not None:
+        assert isinstance(policy, Policy)
+        routes.append(policy.own_routes(micro_batch))
+    return logprobs
 
 
 def reference_columns(reference: FrozenModel | None) -> dict[str, Forward]:

@@ -111,7 +111,8 @@ def _settings(cfg: Config | TuningConfig) -> Settings:
     if isinstance(cfg, TuningConfig):
         return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=Imitation())
     learning = Reinforcement(loss=cfg.loss, temperature=cfg.rollout.temperature)
-    return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=learning)
+    replays = cfg.correction.router_replay != "none"
+    return Settings(model=cfg.model, lora=cfg.lora, pack=cfg.pack, learning=learning, replays_routes=replays)
 
 
 def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None:

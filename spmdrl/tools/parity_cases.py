@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.logprobs import next_token_logprobs
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.policy import Policy
-from spmdrl.preflight.shapes import with_costs
+from spmdrl.model.routes import FREE, Routers
+from spmdrl.preflight.shapes import experts_per_token, with_costs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import Batch, build_batch
 from spmdrl.step.correction import select_by_covariance
@@ -103,6 +104,7 @@ class Settings:
     lora: LoraConfig | None = None
     pack: PackConfig
     learning: Reinforcement | Imitation
+    replays_routes: bool = False  # tokens go to experts that were chosen at random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +228,18 @@ def random_batch(*, vocabulary: int, num_sequences: int, max_tokens: int, seed: 
     return batch
 
 
+def with_random_routes(batch: list[Sequence], routers: Routers, *, num_chosen: int) -> list[Sequence]:
+    """Add routes to the sequences, as an engine reports them: none of a sequence's last token."""
+    draw = torch.Generator().manual_seed(0)
+    routed = []
+    for sequence in batch:
+        scores = torch.rand(len(sequence.token_ids), routers.num_layers, routers.num_experts, generator=draw)
+        routes = scores.topk(num_chosen).indices.short()
+        routes[-1] = FREE
+        routed.append(replace(sequence, routes=routes))
+    return routed
+
+
 def train_case(case: Case, settings: Settings, batch: list[Sequence], world: World) -> CaseResult | None:
     """Train on the batch in the case's layout; every rank must call this, and only the first gets the result.
 
@@ -244,6 +258,10 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     learning = settings.learning
     policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
     policy.next_token_logprobs = case.next_token_logprobs
+    if settings.replays_routes:
+        policy.routers = Routers(policy.model)
+        num_chosen = experts_per_token(model_config.get_text_config())
+        batch = with_random_routes(batch, policy.routers, num_chosen=num_chosen)
     reference = learning.reference(policy, model, meshes)
     moving = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     start = [_local(parameter).to("cpu", copy=True) for parameter in moving]

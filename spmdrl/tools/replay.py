@@ -97,7 +97,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     collected = as_collected(parts[run.world.rank :: run.world.num_ranks], group_size=cfg.rollout.group_size)
     outcomes = [(rollout, future.result()) for rollout, future in collected.pending]
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
-    sequences = to_sequences(rewarded, meshes.training, frozen.label, turn_weight=cfg.reward.turn_weight)
+    sequences = to_sequences(rewarded, meshes.training, frozen.label, **cfg.sequences)
     batch = build_batch(sequences, plan, meshes, **cfg.weighting)
     images = _images_of(run, policy, parts)
     images.restore(rollout for rollout, _ in outcomes)

@@ -37,6 +37,8 @@ def group_advantages(
             row.append(reward - statistics.fmean(others))
         elif estimator == "grpo" and settings["divide_by_std"]:
             row.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
+        elif estimator == "max_rl":
+            row.append((reward - statistics.fmean(group)) / (statistics.fmean(group) + 1e-6))
         elif estimator == "opo":
             row.append(reward - statistics.fmean(group, weights=lengths))
         elif estimator == "remax":
@@ -172,6 +174,16 @@ def sequence_losses(
             case "sapo":
                 tau = settings["tau_positive"] if advantage > 0 else settings["tau_negative"]
                 loss = -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+            case "dppo_tv" | "dppo_kl":
+                p, q = math.exp(held[i]), math.exp(old)
+                if kind == "dppo_tv":
+                    distance = abs(p - q)
+                elif p < 1:
+                    distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+                else:
+                    distance = math.inf
+                has_left = distance > settings["divergence_threshold"] and (p - q) * advantage > 0
+                loss = 0.0 if has_left else -ratio * advantage
             case "kl_cov":
                 loss = -ratio * advantage + (settings["cov_kl_coef"] * abs(now - old) if chosen[i] else 0.0)
         losses.append(loss)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
+
 from spmdrl.dist.exchange import exchange, gather_infos
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.types import Sequence, TurnSpan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
+
+
+def routes_of(sequence: Sequence) -> torch.Tensor:
+    """Three layers with two experts each."""
+    first = sequence.index - 1
+    return torch.arange(first, first + 6 * len(sequence.token_ids), dtype=torch.int16).view(-1, 3, 2)
 
 
 def some_sequences(count: int) -> list[Sequence]:
@@ -28,6 +36,7 @@ def some_sequences(count: int) -> list[Sequence]:
             baseline_reward=baselines[s.index % 2],
             turns=tuple(turns[: s.index % 4]),
             earned=s.index / 3,
+            routes=routes_of(s) if s.index % 3 else None,
         )
         for s in random_sequences(count)
     ]
@@ -62,5 +71,9 @@ def test_every_sequence_arrives_unchanged() -> None:
             assert sequence.turns == original.turns
             assert math.isnan(sequence.baseline_reward) == math.isnan(original.baseline_reward)
             assert math.isnan(original.baseline_reward) or sequence.baseline_reward == original.baseline_reward
+            if original.routes is None:
+                assert sequence.routes is None
+            else:
+                assert torch.equal(sequence.routes, original.routes)
             for one, other in zip(sequence.rollout_logprobs, original.rollout_logprobs, strict=True):
                 assert abs(one - other) < 1e-6  # they travel as float32

@@ -38,7 +38,7 @@ MODELS: dict[str, Callable[[Path], str]] = {
     # Some sequences are longer than 20 tokens, and have other rotary frequencies than the rest of their pack.
     "dense": lambda path: save_qwen3(path, vocab_size=VOCABULARY, num_hidden_layers=2, **longrope(20, num_factors=8)),
     "experts": lambda path: save_qwen3_moe(path, vocab_size=VOCABULARY, num_experts=8),
-    # By cp, attention exchanges keys and recurrent layers exchange tokens for heads.
+    # By cp, attention exchanges keys and recurrent layers exchange tokens for heads. Its routes are replayed.
     "gated delta net": lambda path: save_qwen3_next(
         path, vocab_size=VOCABULARY, num_key_value_heads=4, linear_num_key_heads=4, num_experts=8
     ),
@@ -115,9 +115,11 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Set
 
     def settings(row: Row) -> Settings:
         path = paths[row["model"]]
+        replays = row["model"] == "gated delta net"
         if row["learning"] == "imitation":
-            return Settings(model=model_config(path), pack=PACK, learning=Imitation())
-        return dataclasses.replace(by_reward(path), lora=LORA if row["learning"] == "adapters" else None)
+            return Settings(model=model_config(path), pack=PACK, learning=Imitation(), replays_routes=replays)
+        lora = LORA if row["learning"] == "adapters" else None
+        return dataclasses.replace(by_reward(path), lora=lora, replays_routes=replays)
 
     return settings
 

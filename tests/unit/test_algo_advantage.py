@@ -16,6 +16,7 @@ from spmdrl.algo import advantage
 from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.config import AdvantageConfig
+from spmdrl.types import UserError
 from spmdrl.user_code import call
 from tests.helpers import oracle
 
@@ -32,6 +33,7 @@ CASES: list[dict[str, Any]] = [
 GROUP_COLUMNS = {"rewards", "num_tokens", "greedy_rewards"}
 TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states"}
 REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
+MAX_RL = {"estimator": "max_rl"}  # the only one that refuses rewards below 0
 
 
 def some_rewards(num_prompts: int, group_size: int) -> Tensor:
@@ -79,6 +81,17 @@ def test_equal_to_the_oracle(case: dict[str, Any], group_size: int) -> None:
     ]
     expected = torch.tensor(slow, dtype=torch.float64)
     torch.testing.assert_close(estimated(rewards, lengths, case), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_max_rl_divides_by_the_share_of_right_answers() -> None:
+    rewards = some_rewards(5, 4).abs()
+    rewards = torch.cat([rewards, torch.zeros(1, 4, dtype=torch.float64), torch.full((1, 4), 0.1, dtype=torch.float64)])
+    slow = [oracle.group_advantages(row, "max_rl", lengths=[1] * 4) for row in rewards.tolist()]
+    found = estimated(rewards, some_lengths(rewards), MAX_RL)
+    torch.testing.assert_close(found, torch.tensor(slow, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert (found[-2:] == 0).all(), "equal rewards teach nothing"
+    with pytest.raises(UserError, match="a reward is -1"):
+        estimated(torch.tensor([[1.0, -1.0]]), torch.ones(1, 2), MAX_RL)
 
 
 @pytest.mark.parametrize("case", [*CASES, REMAX], ids=str)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from spmdrl.algo.kl import kl_estimate
+from spmdrl.algo.kl import kl_at_loss_tokens, kl_estimate
 from tests.helpers import oracle
 
 
@@ -47,6 +47,20 @@ def test_expected_values_and_gradients_on_policy() -> None:
     torch.testing.assert_close(expected["k3"], divergence)
     torch.testing.assert_close(slope(expected["k1"]), torch.zeros(6, dtype=torch.float64))
     torch.testing.assert_close(slope(expected["k2"]), slope(divergence))
+
+
+def test_with_the_ratio_value_and_gradient_are_unbiased_whatever_policy_sampled() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
+    reference, sampled = torch.randn(2, 6, generator=draw, dtype=torch.float64).log_softmax(-1)
+    logprobs, everywhere = logits.log_softmax(-1), torch.ones(6, dtype=torch.bool)
+    divergence = (logprobs.exp() * (logprobs - reference)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for estimator in ("k1", "k3"):
+        estimate = kl_at_loss_tokens(logprobs, reference, everywhere, estimator=estimator, rollout_logprobs=sampled)
+        mean = (sampled.exp() * estimate).sum()
+        torch.testing.assert_close(mean, divergence)
+        torch.testing.assert_close(torch.autograd.grad(mean, logits, retain_graph=True)[0], expected)
 
 
 def test_k3_keeps_its_digits_for_small_differences() -> None:

@@ -75,7 +75,8 @@ def test_what_lies_outside_the_mask_is_never_seen(kind: str, garbage: float) -> 
     logprobs, whole = random_micro_batch()
     clean, slope = with_gradient(case, logprobs, whole)
     columns = {
-        name: torch.where(whole.loss_mask, getattr(whole, name), garbage) for name in ("old_logprobs", "advantages")
+        name: torch.where(whole.loss_mask, getattr(whole, name), garbage)
+        for name in ("old_logprobs", "rollout_logprobs", "advantages")
     }
     dirty = torch.where(whole.loss_mask, logprobs, garbage)
     for logs, micro_batch in ((dirty, whole), (logprobs, whole.with_columns(columns))):
@@ -89,7 +90,7 @@ def test_what_lies_outside_the_mask_is_never_seen(kind: str, garbage: float) -> 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_policy_every_loss_has_the_policy_gradient(kind: str, explicit: bool) -> None:
     logprobs, whole = random_micro_batch()
-    whole = dataclasses.replace(whole, old_logprobs=logprobs if explicit else None)
+    whole = dataclasses.replace(whole, old_logprobs=logprobs if explicit else None, rollout_logprobs=logprobs)
     loss, gradient = with_gradient({"kind": kind, "updates_per_step": 2}, logprobs, whole)
     trained = whole.loss_mask & ~whole.chosen if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
     torch.testing.assert_close(gradient, torch.where(trained, -whole.advantages, 0.0), rtol=1e-12, atol=1e-12)
@@ -114,7 +115,9 @@ def test_weights_of_tokens_act_as_their_mean_on_losses_of_sequences(kind: str) -
 def test_the_table_knows_each_function(name: str) -> None:
     kind = POLICY_LOSSES[name]
     assert set(kind.settings) <= set(inspect.signature(kind.function).parameters)
-    assert set(kind.needs) <= {"logprobs", "old_logprobs", "advantages", "loss_mask", "cu_seqlens", "chosen"}
+    assert len({"old_logprobs", "rollout_logprobs"} & set(kind.needs)) == 1
+    others = {"logprobs", "advantages", "loss_mask", "cu_seqlens", "chosen"}
+    assert set(kind.needs) <= {"old_logprobs", "rollout_logprobs", *others}
     assert (kind.prioritise is not None) is ("chosen" in kind.needs) is ("cov_fraction" in kind.choice)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,9 +60,12 @@ def by_hand(sequences: list[dict[str, Tensor]], cfg: LossConfig) -> tuple[float,
         losses = [
             [
                 oracle.policy_loss(now, old, advantage, True, clip_low=CLIP, clip_high=CLIP, dual_clip=None)[0]
-                + KL_COEF * oracle.kl(now, reference_of(old), cfg.kl_estimator)
+                + KL_COEF
+                * oracle.kl(now, reference_of(old), cfg.kl_estimator)
+                * (math.exp(now - sampled) if cfg.kl_importance_ratio else 1.0)
+                + cfg.log_ratio_coef * (now - sampled) ** 2
                 - ENTROPY_COEF * entropy
-                for now, old, _, advantage, entropy in row
+                for now, old, sampled, advantage, entropy in row
             ]
             for row in rows
         ]
@@ -82,13 +86,20 @@ def by_hand(sequences: list[dict[str, Tensor]], cfg: LossConfig) -> tuple[float,
     return loss(), *by_place  # type: ignore[return-value]  # two of them
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+TERMS: list[dict[str, Any]] = [
+    *({"kl_estimator": estimator} for estimator in KL_ESTIMATORS),
+    {"kl_estimator": "k1", "kl_importance_ratio": True},
+    {"kl_estimator": "k3", "kl_importance_ratio": True, "log_ratio_coef": 0.2},
+]
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_whole_loss_equals_the_oracle_wherever_the_batch_is_cut(aggregation: str, estimator: str) -> None:
+def test_the_whole_loss_equals_the_oracle_wherever_the_batch_is_cut(aggregation: str, terms: dict[str, Any]) -> None:
     """With responses of one token and of none, and inf and NaN wherever nothing is trained."""
     cfg = LossConfig.model_validate(
         {"clip_low": CLIP, "clip_high": CLIP, "aggregation": aggregation, "kl_coef": KL_COEF, "allow_k1_loss": True}
-        | {"kl_estimator": estimator, "entropy_coef": ENTROPY_COEF}
+        | {"entropy_coef": ENTROPY_COEF, **terms}
     )
     sequences = random_columns()
     expected, *slopes = by_hand(sequences, cfg)

@@ -62,11 +62,12 @@ class TorchEngine(RolloutEngine):
         images: ImageStore | None = None,
         max_patches: int = 16384,
         max_cached_tokens: int = 2**16,
+        records_routes: bool = False,
     ):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
         images in requests, of which the model's tower encodes `max_patches` in one pass. Besides the rows of running
         requests the engine caches those of finished ones, in at most as much memory as the keys and values of
-        `max_cached_tokens` tokens take."""
+        `max_cached_tokens` tokens take. Requests may ask for routes where these are recorded."""
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = model_class(own_config).from_config(
@@ -76,7 +77,14 @@ class TorchEngine(RolloutEngine):
         model.tie_weights()
         super().__init__(model.device)
         self.model = model.eval().requires_grad_(False)
-        self.runner = ModelRunner(model, kernel=kernel, max_running=max_running, images=images, max_patches=max_patches)
+        self.runner = ModelRunner(
+            model,
+            kernel=kernel,
+            max_running=max_running,
+            images=images,
+            max_patches=max_patches,
+            records_routes=records_routes,
+        )
         self._max_running = max_running
         self._release = frozenset(release)
         self._max_cached_bytes = max_cached_tokens * bytes_per_token(model.config.get_text_config(), dtype)
@@ -185,7 +193,8 @@ class TorchEngine(RolloutEngine):
             if state.finish_reason not in state.request.cache_on_finish or state.version != self.version:
                 continue
             if prefix_cache.make_room(cache.row_bytes(row)):
-                prefix_cache.store(CachedPrefix(state.row_prefix, cache.contents(row)))
+                routes = torch.cat(state.routes) if state.routes else None
+                prefix_cache.store(CachedPrefix(state.row_prefix, cache.contents(row), routes))
 
     def _release_adapters(self, finished: Sequence[RequestState]) -> None:
         """Free the adapters that only these requests needed."""
@@ -274,6 +283,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "max_patches": run.cfg.pack.max_patches_per_pass,
         "max_cached_tokens": min(run.cfg.rollout.max_running, run.plan.rollouts_per_engine_rank)
         * run.plan.max_sequence_tokens,
+        "records_routes": run.cfg.correction.router_replay == "R3",
     }
 
 

@@ -34,6 +34,7 @@ from spmdrl.model.exact import invariant
 from spmdrl.model.exact.invariant import attend_to_cache_in_tiles
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import packed_positions, position_shift
+from spmdrl.model.routes import Routers
 from spmdrl.model.trunk import Trunk
 
 Sampled = tuple[list[int], list[float]]  # a token for each row, and its log-probability in nats
@@ -46,7 +47,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, kernel: Kernel, max_running: int, images: ImageStore | None, max_patches: int
+        self,
+        model: PreTrainedModel,
+        *,
+        kernel: Kernel,
+        max_running: int,
+        images: ImageStore | None,
+        max_patches: int,
+        records_routes: bool = False,
     ) -> None:
         """`images` holds the pixels of the images in requests, of which the model's tower encodes `max_patches` in one
         pass."""
@@ -57,6 +65,8 @@ class ModelRunner:
         room = cpu_room() if kernel == "sdpa" and model.device.type == "cpu" else None
         self.decoder = None if room is None else room.decoder(model, self.adapters)
         self._attend_to_cache, self._sample_tokens = _decoding_of(kernel)
+        self._routers = Routers(model) if records_routes else None
+        assert self._routers is None or self.decoder is None, "a decoder of dense layers has no routers"
         self.cache: RowCache | None = None
         self.num_decodes = 0  # steps since the noise in `_sampling` was made
         self.reset()
@@ -90,7 +100,9 @@ class ModelRunner:
         if self.num_decodes == NOISE_PLACES:
             self._sampling, self.num_decodes = self._sampling.at([state.num_sampled for state in running]), 0
         self.adapters.choose((state.version, 1) for state in running)
-        self._newest, logprobs = self._sample_tokens(self._decode(), self._sampling, self.num_decodes)
+        logits = self._decode()
+        self._record([[state] for state in running], [1] * len(running))
+        self._newest, logprobs = self._sample_tokens(logits, self._sampling, self.num_decodes)
         self.num_decodes += 1
         return self._newest.tolist(), logprobs.tolist()
 
@@ -137,6 +149,10 @@ class ModelRunner:
             images=features,
             **inputs,
         )
+        by_prefix: list[list[RequestState]] = [[] for _ in prefixes]
+        for state, number in zip(admitted, sequences, strict=True):
+            by_prefix[number].append(state)
+        self._record(by_prefix, seqlens)
         logits = self._head(hidden[cu_seqlens[1:] - 1])
         return logits[torch.tensor(sequences, device=device)]
 
@@ -156,13 +172,17 @@ class ModelRunner:
             first_row=first_row,
         )
         for state in admitted:
+            assert state.cached is not None
+            state.routes += () if state.cached.routes is None else (state.cached.routes,)
             state.cached = None  # its row has it now
         device = self._model.device
         token_ids = torch.tensor([token for one in uncached for token in one], device=device)
         last_ones = torch.tensor(seqlens, device=device).cumsum(0) - 1
         if self.decoder is not None:
             return self.decoder(token_ids, positions, self.cache.longest, extend, last_ones)
-        return self._head(self._trunk(token_ids, positions, **inputs)[last_ones])
+        hidden = self._trunk(token_ids, positions, **inputs)
+        self._record([[state] for state in admitted], seqlens)
+        return self._head(hidden[last_ones])
 
     @torch.inference_mode()
     def _decode(self) -> Tensor:
@@ -172,6 +192,15 @@ class ModelRunner:
         if self.decoder is not None:
             return self.decoder(self._newest, positions, self.cache.longest, decode)
         return self._head(self._trunk(self._newest, positions, **inputs))
+
+    def _record(self, states: Sequence[Sequence[RequestState]], seqlens: Sequence[int]) -> None:
+        """Note the routes of the tokens that the trunk has just read: sequences, each of one request or several."""
+        if self._routers is None:
+            return
+        parts = self._routers.taken.cpu().split(list(seqlens))
+        for routes, of_sequence in zip(parts, states, strict=True):
+            for state in of_sequence:
+                state.routes.append(routes)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Map hidden states [n, D] to logits [n, V]."""

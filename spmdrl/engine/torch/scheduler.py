@@ -12,10 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
 from spmdrl.engine.protocol import RequestQueue
 from spmdrl.engine.torch.cache import RowContents
 from spmdrl.memory.images import PREFILL_TOKENS
-from spmdrl.types import FinishReason, ImageSpan, Request, Response, Span
+from spmdrl.types import FinishReason, ImageSpan, Request, Response, Routes, Span
 
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
 PREFILL_AFTER_TOKENS = 4  # of each row, so that requests that come one by one are prefilled together
@@ -52,6 +55,7 @@ class CachedPrefix:
 
     prefix: Prefix
     contents: RowContents
+    routes: Tensor | None = None  # of its tokens, [n, L, k] int16, on the host
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class RequestState:
     cached: CachedPrefix | None = None  # the row that an earlier request has left, until it is copied into this one's
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[Tensor] = field(default_factory=list)  # of the tokens that its row has read, in order: [n, L, k] each
     finish_reason: FinishReason | None = None
     limit: int = field(init=False)  # tokens that may be sampled here
     prefix: Prefix = field(init=False)  # before the first token sampled here
@@ -105,7 +110,12 @@ class RequestState:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason or "abort",
             spans=(Span(self.version, len(self.token_ids)),) if self.token_ids else (),
+            routes=self._reported_routes(),
         )
+
+    def _reported_routes(self) -> Routes | None:
+        start = self.request.routes_from
+        return Routes.of(start, torch.cat(self.routes)[start:]) if start is not None and self.routes else None
 
 
 class Scheduler:

@@ -1,0 +1,133 @@
+"""Routes: the experts that each layer chooses for tokens, recorded in one forward pass and replayed in another.
+
+A router scores the experts, and `torch.topk` takes the best k. Here that one call is watched: it may have to take
+others than the best, and the router weighs these by its own scores of them, through which gradients reach it.
+
+Routes belong to layers and to the tokens of a forward pass, not to an order of calls. They stay until the next forward
+pass, so that a layer which is computed again for the backward pass takes the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+FREE = -1  # in the place of an expert: there is no record, and the router chooses by itself
+
+
+class Routers:
+    """The routers of a model's layers, in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the routers of a model whose layers are final; it may be sharded before or after."""
+        self._choices = [_watched(router, num_experts) for router, num_experts in _routers(model)]
+        assert self._choices, "the model has no experts"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have experts."""
+        return len(self._choices)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts among which each layer chooses."""
+        return self._choices[0].num_experts
+
+    def replay(self, routes: Tensor | None) -> None:
+        """Have the next forward pass take the routes [T, L, k] of its T tokens, and compute again with them; None: its
+        own. Where an expert is FREE, the router chooses."""
+        for layer, choice in enumerate(self._choices):
+            choice.given = None if routes is None else routes[:, layer]
+            choice.taken = choice.differing = None
+
+    @property
+    def taken(self) -> Tensor:
+        """The routes of the last forward pass, [T, L, k] int16."""
+        return torch.stack([_there(choice.taken) for choice in self._choices], dim=1)
+
+    @property
+    def disagreement(self) -> Tensor:
+        """[T] float32: the share of experts that the last forward pass had to take and its routers would not have
+        taken, over all layers; negative where a layer was FREE."""
+        return torch.stack([_there(choice.differing) for choice in self._choices]).mean(0)
+
+
+def _there(values: Tensor | None) -> Tensor:
+    assert values is not None, "a layer of experts was not part of the forward pass"
+    return values
+
+
+class _Choice(TorchFunctionMode):
+    """The choice of a layer's experts: the call of `torch.topk` over the scores [T, E] of all of them."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.given: Tensor | None = None  # [T, k]
+        self.taken: Tensor | None = None  # [T, k] int16
+        self.differing: Tensor | None = None  # [T] float32
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores: Tensor = args[0] if args else kwargs["input"]
+        return self._chosen(scores, result) if _are_of_all(scores, self.num_experts) else result
+
+    def _chosen(self, scores: Tensor, best: Any) -> Any:
+        """Return values and indices [T, k] of the experts to take, where `best` are those of the highest scores."""
+        if self.given is None:
+            self.taken = best.indices.to(torch.int16)
+            return best
+        given, own = self.given.to(scores.device, torch.int64), best.indices
+        assert given.shape == own.shape, f"routes {list(given.shape)} are not of these tokens, {list(own.shape)}"
+        is_free = given < 0
+        indices = torch.where(is_free, own, given)
+        differs = (indices[:, :, None] != own[:, None, :]).all(-1)
+        self.taken = indices.to(torch.int16)
+        self.differing = differs.float().mean(-1).masked_fill(is_free.any(-1), -torch.inf)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def _are_of_all(scores: Tensor, num_experts: int) -> bool:
+    return scores.ndim == 2 and scores.shape[1] == num_experts  # not those of groups of experts
+
+
+def _watched(router: nn.Module, num_experts: int) -> _Choice:
+    compute: Callable[..., Any] = router.forward
+    choice = _Choice(num_experts)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with choice:
+            return compute(*args, **kwargs)
+
+    router.forward = forward
+    return choice
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the module in which each layer chooses among its experts, and their number."""
+    for name, module in model.named_modules():
+        weights = [weight for weight in module._parameters.values() if weight is not None and weight.ndim == 3]
+        if not (hasattr(module, "num_experts") and weights):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        children = dict(parent.named_children())
+        router = children.get("gate", children.get("router", parent))
+        yield parent if isinstance(router, nn.Linear) else router, len(weights[0])
+
+
+def routes_refusal(model: nn.Module) -> str | None:
+    """Return why a model, which may have no memory, has no routes, to follow its name; None where it has some."""
+    routers = [router for router, _ in _routers(model)]
+    if not routers:
+        return "has no experts"
+    # Its code is read, not run: without memory most of them do not run to the end.
+    if any("topk(" not in inspect.getsource(type(router)) for router in routers):
+        return "has a router that does not take the experts of the highest scores"
+    return None
