@@ -219,3 +219,4 @@ class _Collector(FileModel):
     cursor: int = Field(ge=0)
     sampling: dict[str, Any]
     carried: list[dict[str, Any]]
+    ahead: dict[str, Any] | None = None  # rollouts of the next step, which engines had sampled

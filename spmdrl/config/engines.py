@@ -25,6 +25,7 @@ class EngineFacts:
     # By device type, then by rollout.attention_backend: the trainer's kernel that computes the same bits.
     exact_kernels: Mapping[str, Mapping[str | None, str]] = field(default_factory=dict)
     reports_routes: bool = False  # the experts that tokens went to, where a request asks for them
+    advances_clock: bool = False  # `generate` can pause after a certain token: see `RolloutEngine.clock`
     exact_in_float32: bool = False  # with these kernels the residual stream is float32
 
 
@@ -36,6 +37,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             runs_disaggregated=True,
             takes_adapters=True,
             reports_routes=True,
+            advances_clock=True,
             exact_kernels={"cpu": {None: "invariant"}},
         ),
     ),

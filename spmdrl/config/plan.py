@@ -105,7 +105,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
     engine_ranks = cfg.rollout.num_ranks or 0
     ranks_per_share = cfg.parallel.cp * cfg.parallel.tp
     # 0.1 * 30 is a little above 3, and is meant to be 3.
-    extra_groups = math.ceil(prompts * cfg.rollout.oversample_fraction - 1e-9)
+    extra_groups = math.ceil(prompts * cfg.rollout.oversample_fraction - 1e-9) + prompts * cfg.steps_open
     rollouts = prompts * cfg.rollout.group_size
     return Plan(
         num_ranks=num_ranks,

@@ -65,11 +65,19 @@ class RolloutConfig(Section):
     """Open up to this fraction more prompt groups than a step needs. The step ends when it has enough, without waiting
     for the slowest; unfinished groups are thrown away, or go on in the next step: see `partial`."""
     partial: bool = False
-    """`oversample_fraction` only: unfinished rollouts go on in the next step from the tokens they have."""
+    """Unfinished rollouts go on in the next step from the tokens they have. Without `oversample_fraction`, engines have
+    up to `(max_staleness + 1) * prompts_per_step` prompt groups open, and steps train on the oldest of them, in the
+    order of the prompts: nothing that was sampled is thrown away. With it, steps train on those that are finished
+    first. See `docs/collecting.md`."""
     max_staleness: NonNegativeInt = 1
     """`disaggregated` and `partial` only: most steps between the weights that sampled a token and the weights that it
     updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
-    `partial`, a group with older tokens is sampled again from its prompt."""
+    `partial`, a group whose tokens would be older is sampled again from its prompt."""
+
+    @property
+    def oldest_first(self) -> bool:
+        """True when rollouts go on across training, and steps train on prompt groups in the order of the prompts."""
+        return self.partial and not self.oversample_fraction
 
 
 @rule(RolloutConfig)
@@ -88,11 +96,11 @@ def max_draw_ratio_allows_oversampling(rollout: RolloutConfig) -> Iterator[str]:
 
 
 @rule(RolloutConfig)
-def partial_needs_oversampling(rollout: RolloutConfig) -> Iterator[str]:
-    if rollout.partial and not rollout.oversample_fraction:
+def prompts_in_order_are_not_replaced(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.oldest_first and rollout.dynamic_sampling:
         yield (
-            "partial = true has no meaning with oversample_fraction = 0, where every rollout is finished in its "
-            "step; set oversample_fraction above 0 or remove partial"
+            "partial = true with oversample_fraction = 0 trains on all prompts in their order, but dynamic_sampling = "
+            "true replaces some; set oversample_fraction above 0, or dynamic_sampling = false"
         )
 
 

@@ -165,8 +165,8 @@ def overlong_tokens_are_below_the_limit(cfg: Config) -> Iterator[str]:
 @rule(Config)
 def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
     rollout = cfg.rollout
-    runs_ahead = rollout.placement == "disaggregated" and rollout.max_staleness > 0
-    if cfg.correction.old == "rollout" and (rollout.partial or runs_ahead):
+    runs_ahead = rollout.placement == "disaggregated"
+    if cfg.correction.old == "rollout" and ((rollout.partial or runs_ahead) and rollout.max_staleness > 0):
         why = "rollout.partial = true" if rollout.partial else f"rollout.max_staleness = {rollout.max_staleness}"
         yield (
             f'correction.old = "rollout" needs tokens that the weights before the update sampled, but with {why} '
@@ -284,7 +284,7 @@ def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
     if cfg.run.deterministic and cfg.steps_ahead > 1:
         yield (
             f"rollout.max_staleness = {cfg.rollout.max_staleness} lets timing decide which weights sample a step, but "
-            "run.deterministic = true; set max_staleness = 0 or 1, or deterministic = false"
+            "run.deterministic = true; set partial = true, max_staleness = 0 or 1, or deterministic = false"
         )
 
 
@@ -293,8 +293,8 @@ def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
     if cfg.run.deterministic and cfg.rollout.oversample_fraction:
         yield (
             f"rollout.oversample_fraction = {cfg.rollout.oversample_fraction:g} trains on the prompt groups that are "
-            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 or "
-            "deterministic = false"
+            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 (with "
+            "partial = true steps then train on the oldest), or deterministic = false"
         )
 
 
@@ -531,6 +531,11 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
         yield (
             f'correction.router_replay = "R3" replays what the engine chose, and {engine} reports no routes; set it to '
             '"R2", which needs several updates a step, or to "none"'
+        )
+    if cfg.run.deterministic and cfg.steps_open and not facts.advances_clock:
+        yield (
+            f"rollout.partial = true with run.deterministic = true: {engine} cannot pause after a certain token, and "
+            'timing would decide which weights sample the next; set rollout.engine = "torch", or deterministic = false'
         )
     if cfg.rollout.placement == "disaggregated" and not facts.runs_disaggregated:
         yield f'rollout.placement = "disaggregated" does not work with {engine}; set it to "colocated"'

@@ -145,10 +145,18 @@ class Config(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that engines may sample ahead. Groups that go on in the next step are one step staler then."""
-        if self.rollout.placement == "colocated":
+        """Whole steps that engines may sample ahead. Groups that go on in the next step are one step staler then."""
+        rollout = self.rollout
+        if rollout.placement == "colocated":
             return 0
-        return max(0, self.rollout.max_staleness - self.rollout.partial)
+        if rollout.oldest_first:
+            return min(1, rollout.max_staleness)
+        return max(0, rollout.max_staleness - rollout.partial)
+
+    @property
+    def steps_open(self) -> int:
+        """Steps of which engines may open prompt groups before it is their turn, with the oldest first."""
+        return self.rollout.max_staleness - self.steps_ahead if self.rollout.oldest_first else 0
 
 
 class TuningConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ class EngineDied(RuntimeError):
     """A process of the engine has ended, or said that it cannot go on."""
 
 
+class Clock(Protocol):
+    """Counts what an engine samples, and says when it pauses."""
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Count one more token of every running request; True: end `generate` now, as `abort` does."""
+
+
 class RolloutEngine(WeightSink):
     """Samples responses with weights of its own, which refits replace.
 
@@ -35,6 +43,7 @@ class RolloutEngine(WeightSink):
     facts: ClassVar[EngineFacts] = EngineFacts()
     naming: Naming = "model"
     leads = True  # whether this rank talks to the engine
+    clock: Clock | None = None  # which `generate` advances, where `facts` say so
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -273,6 +273,22 @@ def slower_phase(run: History) -> str | None:
     return None
 
 
+def short_ones_preferred(run: History) -> str | None:
+    """Find a run whose trained responses are shorter, or longer, by 2 % than those that were sampled."""
+    trained, sampled = _late_median(run["rollout/response_tokens"]), _late_median(run["rollout/sampled_tokens"])
+    if trained is None or sampled is None or not sampled[0] or abs(trained[0] / sampled[0] - 1) <= 0.02:
+        return None
+    return (
+        f"rollout/response_tokens is {format_number(trained[0])} and rollout/sampled_tokens {format_number(sampled[0])} "
+        f"({trained[1]}), and of their rewards "
+        + " and ".join(
+            f"{name} is {format_number(median[0])}"
+            for name in ("reward/mean", "reward/sampled_mean")
+            if (median := _late_median(run[name])) is not None
+        )
+    )
+
+
 # Thresholds are for a finding that is worth a look, not for a proof. Why each is where it is stands beside it.
 RULES = (
     Rule(
@@ -344,6 +360,14 @@ RULES = (
         why="longer responses cost time and memory; with token_mean a long response also weighs more",
         remedy="look at samples.jsonl for repetition; set reward.overlong_tokens, or another loss.aggregation",
         page="losses.md#from-tokens-to-one-number",
+    ),
+    Rule(
+        # What is thrown away counts with the tokens it had, so that the difference is larger than this.
+        name="late responses are thrown away",
+        check=short_ones_preferred,
+        why="what is late is long, so the policy learns from responses that are not those it gives",
+        remedy="set rollout.partial = true and rollout.oversample_fraction = 0, with which steps train on the oldest",
+        page="collecting.md#rollouts-that-go-on-across-training",
     ),
     Rule(
         # One rollout in four is then judged by its length.

@@ -27,7 +27,7 @@ from spmdrl.report.files import Row, missing_steps, read_rows, read_scalars
 from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
-_ROWS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "worst_tokens.jsonl", "memory.jsonl")
+_ROWS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "worst_tokens.jsonl", "memory.jsonl", "schedule.jsonl")
 _FILES = (
     *_ROWS,
     "plan.json",
@@ -127,6 +127,12 @@ class RunFolder:
     def memory(self) -> Path:
         """The memory of every rank at each switch between trainer and engine, one JSON object each; optional."""
         return self.path / "memory.jsonl"
+
+    @property
+    def schedule(self) -> Path:
+        """The prompt groups that each engine opened and left in every step, one JSON object each; where steps may train
+        on tokens of older weights."""
+        return self.path / "schedule.jsonl"
 
     @property
     def tensorboard(self) -> Path:

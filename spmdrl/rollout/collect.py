@@ -2,6 +2,10 @@
 
 Every engine takes tickets (`rollout/tickets.py`) as it has room. Ticket t of a step stands for one prompt of the
 stream, and seeds belong to the prompt and the sample, so samples do not depend on which engine took the ticket.
+
+Oldest first (`CollectionRules.oldest_first`), step k trains on the k-th `groups_per_step` prompts of the stream, and
+engines may open the next `extra_groups` meanwhile. So no group is older than `extra_groups / groups_per_step` steps
+when it is trained on, and none is thrown away.
 """
 
 from __future__ import annotations
@@ -18,10 +22,13 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.clock import TokenClock, VirtualClock
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
-from spmdrl.rollout.tickets import SharedTickets, StaticTickets, Tickets
+from spmdrl.rollout.tickets import OwnTickets, SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Rollout, UserError
+
+_OVERSAMPLES = "oversample_fraction > 0"  # in a state: its unfinished groups may be of any prompts before the cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,24 @@ class _Progress:
 
     cursor: int = 0  # the first prompt of the stream that no step has used
     carried: tuple[PromptGroup, ...] = ()  # this rank's groups that go on in the next step; they stay as they are
-    num_carried: int = 0  # over all ranks
+    everyones: frozenset[int] = frozenset()  # prompt ids of those of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The prompts of the stream that a step may open."""
+
+    first: int
+    positions: Sequence[int]  # in the stream, by ticket
+    groups_per_step: int | None  # oldest first: as many are trained on in each step, in order; None: in any order
+
+    def steps_until(self, prompt_id: int) -> int:
+        """Count the steps after this one until a prompt is trained on, as far as that is known."""
+        return 0 if self.groups_per_step is None else (prompt_id - self.first) // self.groups_per_step
+
+    def is_due(self, group: PromptGroup) -> bool:
+        """Return True when the step may train on the group."""
+        return self.steps_until(prompt_id_of(group)) == 0
 
 
 class Collector:
@@ -67,19 +91,24 @@ class Collector:
         *,
         store: Store | None,
         message: Callable[[str], None],
+        clocks: Store | None = None,
+        record: Callable[[int, Mapping[str, Any]], None] = lambda step, schedule: None,
     ) -> None:
-        """Engines share tickets through `store`; without one they split them beforehand. `message` shows the user a
-        line."""
+        """Engines share tickets through `store`; without one they split them beforehand, and where they sample ahead
+        see each other's virtual clocks through `clocks`. `message` shows the user a line; `record` gets the schedule of
+        each step, in JSON's types, on the first rank."""
         self._place, self._source, self._rules = place, source, rules
-        self._store, self._message = store, message
+        self._store, self._clocks, self._message, self._record = store, clocks, message, record
         self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
 
     def collect(self, step: int) -> Collected:
         """Sample the step's prompt groups and start to compute their rewards; every rank must call this."""
         rules, source, before = self._rules, self._source, self._after[step - 1]
         first = (step - 1) * rules.groups_per_step if rules.prompts_follow_from_step else before.cursor
-        tickets = self._tickets(step, before.num_carried)
-        stale = [group for group in before.carried if _staleness(group, step) > rules.max_staleness]
+        window = self._window(first, before)
+        clock = self._clock(step)
+        tickets = self._tickets(step, window, before, clock)
+        stale = [group for group in before.carried if self._will_be_stale(group, step, window)]
 
         def opened(prompt: Prompt) -> PromptGroup:
             return PromptGroup.opened(
@@ -96,8 +125,10 @@ class Collector:
             source,
             rules,
             tickets,
-            open_group=lambda ticket: opened(source.prompts.take(first + ticket, 1)[0]),
+            open_group=lambda ticket: opened(source.prompts.take(window.positions[ticket], 1)[0]),
             carried=[opened(group.prompt) if group in stale else group.copy() for group in before.carried],
+            is_due=window.is_due,
+            clock=clock,
         )
         self._sample(part, tickets, step)
         for group in [*stale, *([] if rules.carries_over else part.left)]:
@@ -105,11 +136,13 @@ class Collector:
         summaries = gather_objects(self._place.mesh, part.summary())
         if self._place.engine.leads and self._place.index == 0:
             tickets.close()
+            self._record(step, _schedule(summaries))
 
         now = _Progress(
-            cursor=first + max(summary.tickets_end for summary in summaries),
+            cursor=first
+            + (rules.groups_per_step if rules.oldest_first else max(summary.tickets_end for summary in summaries)),
             carried=tuple(sorted(part.left, key=prompt_id_of)) if rules.carries_over else (),
-            num_carried=sum(summary.num_left for summary in summaries) if rules.carries_over else 0,
+            everyones=frozenset(i for summary in summaries for i in summary.left if rules.carries_over),
         )
         self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, rules):
@@ -155,14 +188,15 @@ class Collector:
             self._after = {step: _Progress(cursor=step * self._rules.groups_per_step)}
             return
         self._after = {step: _Progress(cursor=saved["cursor"])}
+        if saved.get("ahead") is not None:
+            self._message(f"the checkpoint holds rollouts of step {step + 1} by older weights; they are sampled again")
         groups = saved["carried"]
         if not self._rules.carries_over:
             if groups:
-                self._message(
-                    f"rollout.partial = false: {len(groups)} unfinished prompt groups of step {step} are dropped"
-                )
+                setting = "max_staleness = 0" if self._rules.oldest_first else "partial = false"
+                self._message(f"rollout.{setting}: {len(groups)} unfinished prompt groups of step {step} are dropped")
             return
-        before, now = saved["sampling"], self._shared_settings()
+        before, now = {_OVERSAMPLES: True} | saved["sampling"], self._shared_settings()
         if groups and "episodes" not in groups[0]:
             raise UserError(
                 f"the checkpoint of step {step} holds unfinished prompt groups in the form of an earlier version; set "
@@ -179,8 +213,14 @@ class Collector:
         # Every rank restores all of them, so that all raise the same error.
         with as_written(f"collector.json of step {step}", "a run"):
             everyones = [self._restored(SAVED_GROUP.load(group), step) for group in groups]
-        mine = everyones[self._place.index :: self._place.count] if self._place.engine.leads else []
-        self._after = {step: _Progress(cursor=saved["cursor"], carried=tuple(mine), num_carried=len(everyones))}
+        ids, cursor = [prompt_id_of(group) for group in everyones], saved["cursor"]
+        if self._rules.oldest_first:
+            engines = [self._owner(prompt_id - cursor) for prompt_id in ids]
+        else:
+            engines = [place % self._place.count for place in range(len(ids))]
+        mine = (group for group, engine in zip(everyones, engines, strict=True) if engine == self._place.index)
+        carried = tuple(mine) if self._place.engine.leads else ()
+        self._after = {step: _Progress(cursor=cursor, carried=carried, everyones=frozenset(ids))}
 
     def _restored(self, saved: SavedGroup, step: int) -> PromptGroup:
         (prompt,) = self._source.prompts.take(saved.prompt_id, 1)
@@ -207,10 +247,37 @@ class Collector:
             "max_response_tokens": sampling.max_response_tokens,
             "temperature": sampling.temperature,
             "stop_token_ids": sorted(sampling.stop_token_ids),
+            _OVERSAMPLES: not self._rules.oldest_first,
         }
 
-    def _tickets(self, step: int, num_carried: int) -> Tickets:
+    def _window(self, first: int, before: _Progress) -> _Window:
         rules = self._rules
+        if not rules.oldest_first:
+            return _Window(first, range(first, first + rules.max_groups), None)
+        ahead = range(first, first + rules.groups_per_step + rules.extra_groups)
+        return _Window(first, [i for i in ahead if i not in before.everyones], rules.groups_per_step)
+
+    def _owner(self, place: int) -> int:
+        """The engine that opens the prompt at this place after the first of a step, where each has its own."""
+        return place % self._rules.groups_per_step % self._place.count
+
+    def _will_be_stale(self, group: PromptGroup, step: int, window: _Window) -> bool:
+        """Return True for a group that is too stale by the time it is trained on: with the settings that it was opened
+        with, none is."""
+        return _staleness(group, step + window.steps_until(prompt_id_of(group))) > self._rules.max_staleness
+
+    def _clock(self, step: int) -> TokenClock:
+        if self._clocks is None or not (self._rules.oldest_first and self._rules.extra_groups):
+            return TokenClock()
+        return VirtualClock(self._clocks, step=step, index=self._place.index, count=self._place.count)
+
+    def _tickets(self, step: int, window: _Window, before: _Progress, clock: TokenClock) -> Tickets:
+        rules = self._rules
+        if isinstance(clock, VirtualClock):
+            places = {ticket: position - window.first for ticket, position in enumerate(window.positions)}
+            mine = [ticket for ticket, place in places.items() if self._owner(place) == self._place.index]
+            due = sum(places[ticket] < rules.groups_per_step for ticket in mine)
+            return OwnTickets(mine, wanted=due + sum(map(window.is_due, before.carried)), clock=clock)
         if self._store is None:
             return StaticTickets(
                 engine_index=self._place.index,
@@ -218,7 +285,10 @@ class Collector:
                 wanted=rules.groups_per_step,
                 num_tickets=rules.max_groups,
             )
-        permits = rules.groups_per_step + rules.extra_groups - num_carried
+        if rules.oldest_first:
+            permits = len(window.positions)
+        else:
+            permits = rules.groups_per_step + rules.extra_groups - len(before.everyones)
         return SharedTickets(
             self._store,
             step=step,
@@ -227,6 +297,21 @@ class Collector:
             # Where no group is ever replaced, as many tickets can be taken as groups may be open.
             num_tickets=rules.max_groups if rules.drops_equal else permits,
         )
+
+
+def _schedule(summaries: Sequence[PartSummary]) -> dict[str, Any]:
+    """Describe what each engine did when, in JSON's types: a few bytes for each group."""
+    engines = [
+        {
+            "version": summary.version,
+            "tokens": summary.num_tokens,  # of each row, when it paused
+            "opened": list(summary.opened.items()),  # prompt, and tokens of each row before
+            "trained": summary.accepted,
+            "left": sorted(summary.left),
+        }
+        for summary in summaries
+    ]
+    return {"engines": engines}
 
 
 def _staleness(group: PromptGroup, step: int) -> int:
@@ -239,7 +324,7 @@ def _shortfall(step: int, summaries: Sequence[PartSummary], rules: CollectionRul
     num_accepted = sum(len(summary.accepted) for summary in summaries)
     if num_accepted == rules.groups_per_step:
         return None
-    num_opened = sum(summary.num_opened for summary in summaries)
+    num_opened = sum(len(summary.opened) for summary in summaries)
     num_dropped = sum(summary.num_dropped for summary in summaries)
     num_failed = sum(summary.num_failed for summary in summaries)
     trains = (
@@ -257,11 +342,12 @@ def _metrics(
 ) -> Metrics:
     """Metrics of this rank's part; one rank also reports how many groups all of them want."""
     metrics: Metrics = {}
-    discarded = [*part.dropped, *stale]
+    late = [*stale, *([] if rules.carries_over else part.left)]
+    discarded = [*part.dropped, *late]
     if rules.drops_equal:
         num_dropped = float(len(part.dropped))
         metrics |= {
-            "rollout/opened_groups_count": Total(float(part.num_opened)),
+            "rollout/opened_groups_count": Total(float(len(part.opened))),
             "rollout/equal_groups_count": Total(num_dropped),
             # These two are merged with those of the groups that are trained on.
             "reward/equal_groups_fraction": Mean(num_dropped, num_dropped),
@@ -273,7 +359,6 @@ def _metrics(
     if rules.extra_groups:
         responses = [episode.response for group in part.left for episode in group.unfinished]
         aborted = [response for response in responses if response.token_ids]
-        discarded += [] if rules.carries_over else part.left
         metrics |= {
             "rollout/aborted_count": Total(float(len(aborted))),
             "rollout/aborted_tokens": Total(float(sum(len(response.token_ids) for response in aborted))),
@@ -300,5 +385,10 @@ def _metrics(
                 float(len(part.accepted)), float(rules.groups_per_step if reports_wanted else 0)
             ),
             "rollout/discarded_tokens": Total(float(sum(group.num_tokens for group in discarded))),
+            # These two are merged with those of the groups that are trained on: what was late may have been longer.
+            "rollout/sampled_tokens": Mean.of(
+                float(num_tokens) for group in late for num_tokens in group.tokens_of_each if num_tokens
+            ),
+            "reward/sampled_mean": Mean.of(reward for group in late for reward in group.known_rewards),
         }
     return metrics

@@ -116,6 +116,18 @@ class PromptGroup:
         return sum(len(response.token_ids) for episode in self.episodes for response in episode.responses)
 
     @property
+    def tokens_of_each(self) -> list[int]:
+        """The tokens sampled so far of each rollout that is to be trained on."""
+        trained = (episode for episode in self.episodes if not episode.is_baseline)
+        return [sum(len(response.token_ids) for response in episode.responses) for episode in trained]
+
+    @property
+    def known_rewards(self) -> list[float]:
+        """The rewards that are known, without that of the greedy rollout."""
+        known = (index for index in range(self.group_size) if index in self.pending and self.pending[index][1].done())
+        return [self._reward(index) for index in known]
+
+    @property
     def oldest_version(self) -> int | None:
         """The version of the oldest weights that sampled any of it; None when nothing is sampled."""
         responses = [response for episode in self.episodes for response in episode.responses]

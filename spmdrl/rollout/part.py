@@ -20,6 +20,7 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.clock import TokenClock
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
@@ -34,10 +35,11 @@ class CollectionRules:
 
     groups_per_step: int  # wanted, over all engines
     extra_groups: int = 0  # open at the same time beyond those
+    oldest_first: bool = False  # steps train on the prompts in the order of the stream
     max_groups: int  # opened in a step at most, over all engines
     drops_equal: bool = False  # groups with equal rewards are replaced
     carries_over: bool = False  # unfinished groups go on in the next step
-    max_staleness: int = 1  # steps, of a group that was carried over
+    max_staleness: int = 1  # steps, of a group that is trained on
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
     in_order: bool = False  # nothing depends on how long environments take
@@ -59,9 +61,10 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
     return CollectionRules(
         groups_per_step=plan.prompts_per_step,
         extra_groups=plan.extra_groups,
+        oldest_first=cfg.rollout.oldest_first,
         max_groups=plan.max_groups,
         drops_equal=cfg.rollout.dynamic_sampling,
-        carries_over=cfg.rollout.partial,
+        carries_over=cfg.rollout.partial and plan.extra_groups > 0,
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
         with_baseline=cfg.advantage.compares_with_greedy,
@@ -100,9 +103,11 @@ class PartSummary:
     accepted: list[int]  # prompt ids
     num_dropped: int
     num_failed: int  # rewards of the dropped groups that could not be computed
-    num_opened: int
+    opened: dict[int, int]  # by prompt id: the engine's clock when it was opened
+    num_tokens: int  # of the engine's clock when it paused; 0 where it advances none
+    version: int  # of the weights
     tickets_end: int  # one past the highest ticket taken, 0 when there was none
-    num_left: int
+    left: list[int]  # prompt ids
 
 
 class EnginePart:
@@ -117,16 +122,20 @@ class EnginePart:
         *,
         open_group: Callable[[int], PromptGroup],
         carried: Sequence[PromptGroup],
+        is_due: Callable[[PromptGroup], bool],
+        clock: TokenClock,
     ) -> None:
+        """`is_due` says of a group whether the step may train on it."""
         self.accepted: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
-        self.num_opened = self.tickets_end = 0
+        self.opened: dict[int, int] = {}  # by prompt_id: the engine's clock when it was opened
+        self.tickets_end = 0
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
         self._scheduler = EpisodeScheduler(
             place.engine, restore_images=source.restore_images, in_order=rules.in_order, max_open=rules.max_open
         )
-        self._tickets, self._open_group = tickets, open_group
+        self._tickets, self._open_group, self._is_due, self._clock = tickets, open_group, is_due, clock
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
         # The engine asks for requests only as it has room. But an engine with room for every group would take all
         # tickets before another took its first, so none has more than its share open at once.
@@ -156,9 +165,9 @@ class EnginePart:
         It can be called again after an interruption: responses that died with an engine are requested once more.
         """
         if self._engine.leads:
-            with self._stopped_in_time():
+            with self._clocked(), self._stopped_in_time():
                 self._scheduler.run(self._episodes(), self._add, wait=self._wait)
-        while not self._is_over() and self._undecided:
+        while not self._is_over() and any(map(self._is_due, self._undecided.values())):
             self._wait()
 
     def summary(self) -> PartSummary:
@@ -167,9 +176,11 @@ class EnginePart:
             accepted=[prompt_id_of(group) for group in self.accepted],
             num_dropped=len(self.dropped),
             num_failed=sum(group.num_failed for group in self.dropped),
-            num_opened=self.num_opened,
+            opened=self.opened,
+            num_tokens=self._clock.num_tokens,
+            version=self._engine.version,
             tickets_end=self.tickets_end,
-            num_left=len(self.left),
+            left=[prompt_id_of(group) for group in self.left],
         )
 
     def _episodes(self) -> Iterator[Episode | None]:
@@ -182,8 +193,9 @@ class EnginePart:
             if self._tickets.is_interrupted():
                 return
             if len(self._unfinished) < self._max_open and (ticket := self._tickets.take()) is not None:
-                self.num_opened, self.tickets_end = self.num_opened + 1, ticket + 1
+                self.tickets_end = ticket + 1
                 group = self._open_group(ticket)
+                self.opened[prompt_id_of(group)] = self._clock.num_tokens
                 self._unfinished[prompt_id_of(group)] = group
                 yield from group.unfinished
             elif self._tickets.is_empty():
@@ -203,7 +215,7 @@ class EnginePart:
     def _is_over(self) -> bool:
         """Accept or drop the groups that can be decided; return True when the step has enough."""
         for prompt_id, group in list(self._undecided.items()):
-            if self._rules.drops_equal and not group.is_rewarded:
+            if not self._is_due(group) or (self._rules.drops_equal and not group.is_rewarded):
                 continue
             if self._rules.drops_equal and group.has_equal_rewards:
                 self._tickets.drop()
@@ -224,12 +236,22 @@ class EnginePart:
             time.sleep(POLL_S)
 
     @contextmanager
+    def _clocked(self) -> Iterator[None]:
+        """Let the engine count by the step's clock; what it samples besides, such as evaluations, counts by none."""
+        self._engine.clock = self._clock
+        try:
+            yield
+        finally:
+            self._engine.clock = None
+
+    @contextmanager
     def _stopped_in_time(self) -> Iterator[None]:
-        """With more groups open than wanted, end the engine's work as soon as any engine has accepted the last one.
+        """With more groups open than wanted, end the engine's work as soon as any engine has accepted the last one, by
+        the real clock.
 
         A thread watches for that: this rank checks again only after a response, and that may be the slowest one.
         """
-        if not self._rules.extra_groups:
+        if not self._rules.extra_groups or self._clock.is_virtual:
             yield
             return
         ended = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
-from spmdrl.dist.collectives import Link
+from spmdrl.config.strict import as_written
+from spmdrl.dist.collectives import Link, gather_objects
 from spmdrl.engine.remote import HELD_OUT, ORDERS, PROBES, ROLLOUTS, EndOfRun, Shutdown
 from spmdrl.faults.watch import StopRequest
 from spmdrl.rewards.client import Pending, Rewarded, known_reward
+from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch
@@ -31,6 +34,18 @@ class RolloutShard:
     stop_request: StopRequest | None  # of the ranks that hold engines
 
 
+_SHARD = Codec[RolloutShard](RolloutShard)
+
+
+def sampled_ahead(saved: Mapping[str, Any] | None, plan: Plan) -> RolloutShard | None:
+    """Read the step after a checkpoint's, which the engines had sampled when it was saved; None where they had not, or
+    may not any more."""
+    if saved is None or saved.get("ahead") is None or plan.steps_ahead != 1:
+        return None
+    with as_written("collector.json", "a run"):
+        return _SHARD.load(saved["ahead"])
+
+
 def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
     """List the ranks that lead engines, disaggregated."""
     return range(plan.training_ranks, plan.num_ranks, ranks_per_engine)
@@ -41,6 +56,7 @@ class RemoteSampler(Sampler):
 
     def __init__(self, run: Launch[Config]) -> None:
         plan, meshes = run.plan, run.meshes
+        self._plan, self._training = plan, meshes.training
         self._leaders = engine_leaders(plan, ranks_per_engine=run.cfg.rollout.tp_size)
         self._message, self._watch = run.report.message, run.watch
         self._engines = range(plan.training_ranks, plan.num_ranks)
@@ -49,10 +65,11 @@ class RemoteSampler(Sampler):
         self._probes = Link(meshes.world, PROBES)
         # By step, of the last that was collected and the one before.
         self._states: dict[int, Mapping[str, Any] | None] = {0: None}
+        self._parts: dict[int, list[RolloutShard]] = {}  # by step: the last that was received
 
     def collect(self, step: int) -> Collected:
         """Wait until the engines have sampled the step."""
-        parts: list[RolloutShard] = [self._rollouts.receive(source=rank) for rank in self._leaders]
+        parts = self._received(step)
         self._states = {step - 1: self._states[step - 1], step: parts[0].state}
         self._watch.request_stop(parts[0].stop_request)
         for message in parts[0].messages:
@@ -72,11 +89,40 @@ class RemoteSampler(Sampler):
         return [known_reward(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
     def state(self, step: int) -> Mapping[str, Any] | None:
-        return self._states[step]
+        """One step ahead, the state has the rollouts of the next step too: the engines sample it with weights that are
+        gone when the run resumes. They have finished it, or will before they need newer ones."""
+        state = self._states[step]
+        if self._plan.steps_ahead != 1 or step >= self._plan.num_steps:
+            return state
+        parts = self._received(step + 1)
+        everyones = gather_objects(self._training, [outcome for part in parts for outcome in part.outcomes])
+        whole = dataclasses.replace(
+            parts[0],
+            outcomes=[
+                (dataclasses.replace(rollout, prompt=dataclasses.replace(rollout.prompt, metadata={})), outcome)
+                for outcomes in everyones
+                for rollout, outcome in outcomes
+            ],
+            metrics=merge_all([part.metrics for part in parts]),
+            messages=(),
+            stop_request=None,
+        )
+        return None if state is None else {**state, "ahead": _SHARD.dump(whole)}
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """The ranks that hold engines read the saved state themselves."""
         self._states = {step: saved}
+        if (ahead := sampled_ahead(saved, self._plan)) is not None:
+            rank, count = self._training.get_local_rank(), self._training.size()
+            mine = [one for one in ahead.outcomes if ahead.places[one[0].prompt.prompt_id] % count == rank]
+            metrics = ahead.metrics if rank == 0 else {}
+            self._parts = {step + 1: [dataclasses.replace(ahead, outcomes=mine, metrics=metrics)]}
+
+    def _received(self, step: int) -> list[RolloutShard]:
+        """Receive what the engines have sampled for a step, once."""
+        if step not in self._parts:
+            self._parts = {step: [self._rollouts.receive(source=rank) for rank in self._leaders]}
+        return self._parts[step]
 
     def dismiss(self) -> None:
         """Receive what the engines have sampled ahead, so that they can end."""

@@ -12,6 +12,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.envs.client import open_environments
+from spmdrl.report.files import StepRowsFile
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.env_context import open_env_context
@@ -84,8 +85,14 @@ class LocalSampler(Sampler):
             ),
             rules,
             store=None if cfg.run.deterministic else shared_store(),
+            clocks=shared_store() if cfg.run.deterministic else None,
             message=message,
+            record=self._record,
         )
+        # The first engine writes it, from where the run begins.
+        writes = rules.can_be_stale and engine.leads and meshes.engine_index == 0
+        self._schedule_path = run.folder.schedule if writes else None
+        self._schedule: StepRowsFile | None = None
         self._probes = prompts.take(0, _num_probes(cfg.refit, rules)) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
@@ -132,6 +139,12 @@ class LocalSampler(Sampler):
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         self._collector.restore(saved, step=step)
+        if self._schedule_path is not None:
+            self._schedule = StepRowsFile(self._schedule_path, start_step=step)
+
+    def _record(self, step: int, schedule: Mapping[str, Any]) -> None:
+        if self._schedule is not None:
+            self._schedule.write(step, [schedule])
 
 
 def _open_env_context(run: Launch[Config]) -> EnvContext | None:

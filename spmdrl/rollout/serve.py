@@ -45,7 +45,7 @@ from spmdrl.refit.refit import require_equal
 from spmdrl.report.report import drop_metrics
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.remote import RolloutShard
+from spmdrl.rollout.remote import RolloutShard, sampled_ahead
 from spmdrl.rollout.sampler import LocalSampler
 from spmdrl.run import Launch
 from spmdrl.types import Rollout, TrainingDiverged, UserError
@@ -65,7 +65,10 @@ def serve(run: Launch[Config]) -> None:
     with deliver.reporting_problems(weights), deliver.ending(weights):
         restarts = Restarts(meshes.engines, None, message=messages.append)
         sampler = LocalSampler(run, engine, restarts, message=messages.append)
-        sampler.restore(checkpoint.collector_state(run.resume_point.folder, step=step), step=step)
+        saved = checkpoint.collector_state(run.resume_point.folder, step=step)
+        ahead = sampled_ahead(saved, plan)
+        sampled = step if ahead is None else step + 1
+        sampler.restore(saved if ahead is None else ahead.state, step=sampled)
 
         def refit() -> None:
             watch.enter("refit")
@@ -77,7 +80,7 @@ def serve(run: Launch[Config]) -> None:
                 deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
 
         refit()
-        for number in range(step + 1, plan.num_steps + 1):
+        for number in range(sampled + 1, plan.num_steps + 1):
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
                 refit()
             watch.begin_step(number)

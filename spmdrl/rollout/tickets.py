@@ -8,9 +8,13 @@ or each have tickets of their own.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
+
+from spmdrl.rollout.clock import VirtualClock
 
 
 class Tickets(Protocol):
@@ -159,3 +163,39 @@ class StaticTickets(Tickets):
 
     def is_empty(self) -> bool:
         return not self._num_left
+
+
+class OwnTickets(Tickets):
+    """Tickets of one engine, which takes them in order until all engines pause by the virtual clock.
+
+    `wanted` of the groups that it has or opens are trained on in this step. None is ever dropped.
+    """
+
+    def __init__(self, mine: Iterable[int], *, wanted: int, clock: VirtualClock) -> None:
+        self._mine, self._num_missing, self._clock = deque(mine), wanted, clock
+        if not wanted:
+            clock.finish()
+
+    def take(self) -> int | None:
+        return self._mine.popleft() if self._mine else None
+
+    def accept(self) -> bool:
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._clock.finish()
+        return True
+
+    def drop(self) -> None:
+        raise AssertionError("groups that are trained on in their order have no substitutes")
+
+    def is_over(self) -> bool:
+        return self._clock.is_over
+
+    def is_empty(self) -> bool:
+        return not self._mine
+
+    def cancel(self) -> None:
+        self._clock.cancel()
+
+    def close(self) -> None:
+        self._clock.close()

@@ -170,6 +170,9 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
         "reward/equal_groups_fraction": Mean.of(float(len(rewards) == 1) for rewards in groups.values()),
         "reward/failed_count": Total(float(sum(outcome.failure is not None for outcome in outcomes))),
         "rollout/response_tokens": Values(tuple(float(r.rollout.num_sampled) for r in rewarded)),
+        # Of what was sampled: the collector adds what it has thrown away because it was late.
+        "rollout/sampled_tokens": Mean.of(float(r.rollout.num_sampled) for r in rewarded),
+        "reward/sampled_mean": Mean.of(r.outcome.reward for r in rewarded),
         "rollout/prompt_tokens": Mean.of(float(len(r.rollout.prompt.token_ids)) for r in rewarded),
         "rollout/truncated_fraction": Mean.of(float(r.rollout.is_truncated) for r in rewarded),
     }

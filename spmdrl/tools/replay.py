@@ -38,6 +38,7 @@ from spmdrl.preflight.inputs import open_training_prompts
 from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
 from spmdrl.replay.recorder import read_fingerprints
 from spmdrl.report import RunFolder
+from spmdrl.report.files import read_rows
 from spmdrl.rollout.episode import restore_rollout
 from spmdrl.rollout.files import Recording, as_collected, read_parts, recorded_steps
 from spmdrl.run import Run, open_run
@@ -170,6 +171,17 @@ def lines(found: Replay, step: int) -> Iterator[str]:
     yield f"step {step}: no difference" if apart.is_none else f"step {step}: different"
 
 
+def schedule_lines(path: Path, step: int) -> Iterator[str]:
+    """Describe what engines sampled for the step and beside it, where the run recorded that. Raises UserError."""
+    for row in read_rows(path):
+        for number, engine in enumerate(row["engines"] if row["step"] == step else ()):
+            yield (
+                f"engine {number}, version {engine['version']}: opened {len(engine['opened'])} prompt groups, finished "
+                f"{len(engine['trained'])} of the step's, paused after {engine['tokens']} tokens of each row, and left "
+                f"{len(engine['left'])} for later"
+            )
+
+
 def _difference_lines(what: str, count: int, differing: Sequence[str]) -> Iterator[str]:
     if not differing:
         yield f"{what}: all {count} the same to the last bit"
@@ -196,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DIVERGED
     if not is_first:
         return 0  # the first speaks for all: torchrun would end it when another one fails
-    say("\n".join(lines(found, arguments.step)))
+    schedule = schedule_lines(RunFolder(arguments.run).schedule, arguments.step)
+    say("\n".join([*schedule, *lines(found, arguments.step)]))
     differs = found.before is not None and not difference(found.before, found.now).is_none
     return EXIT_DIFFERENT if differs else 0
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from spmdrl.algo.seeds import mix
+from spmdrl.engine.protocol import Clock
 from spmdrl.types import FinishReason, Request, Response, Span
 
 
@@ -22,6 +23,7 @@ class FakeEngine:
     """Samples tokens that follow from the request's seed, one a tick for all that run."""
 
     leads = True
+    clock: Clock | None = None
 
     def __init__(
         self,
@@ -64,6 +66,8 @@ class FakeEngine:
             finished = [row for row in rows if self._is_whole(row)]
             rows = [row for row in rows if not self._is_whole(row)]
             yield from ((row.place, self._response(row, self._reason_of(row))) for row in finished)
+            if self.clock is not None and self.clock.advance():
+                self._aborted = True
 
     def abort(self) -> None:
         self._aborted = True

@@ -30,6 +30,7 @@ from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
+from spmdrl.rollout.clock import TOKENS_PER_TICK
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
@@ -48,6 +49,9 @@ LONG = replace(SAMPLING, max_response_tokens=6000)
 PLAIN = CollectionRules(groups_per_step=8, max_groups=8)
 OVERSAMPLED = CollectionRules(groups_per_step=8, extra_groups=4, max_groups=12)
 PARTIAL = replace(OVERSAMPLED, carries_over=True, max_staleness=100)
+OLDEST_FIRST = CollectionRules(
+    groups_per_step=8, extra_groups=16, max_groups=24, oldest_first=True, carries_over=True, max_staleness=2
+)
 DYNAMIC = CollectionRules(groups_per_step=8, max_groups=32, drops_equal=True)
 BASELINE = GROUP_SIZE  # the sample index of a group's greedy response, where it has one
 
@@ -130,6 +134,7 @@ class Run:
     engines: list[Any]
     messages: list[str]
     restarts: list[Restarts]
+    schedules: list[Any]
 
     def step(self, step: int) -> list[Collected]:
         """What each rank collected."""
@@ -176,6 +181,7 @@ def start(
     world: EnvContext | None = None,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
+    schedules: list[Any] = []
     meshes: list[Any] = [Mesh(ranks, rank) for rank in range(len(engines))]
     restarts = [
         Restarts(mesh, (lambda: None) if revive else None, message=messages.append if rank == 0 else lambda text: None)
@@ -193,11 +199,13 @@ def start(
             ),
             rules,
             store=store if shared else None,
+            clocks=None if shared else store,
+            record=(lambda step, schedule: schedules.append(schedule)) if rank == 0 else lambda step, schedule: None,
             message=messages.append if rank == 0 else lambda text: None,
         )
         for rank, engine in enumerate(engines)
     ]
-    return Run(collectors, engines, messages, restarts)
+    return Run(collectors, engines, messages, restarts, schedules)
 
 
 def samples_of(everyones: list[Collected]) -> Samples:
@@ -544,6 +552,99 @@ def test_the_state_before_a_step_that_is_given_up_waits_for_none_of_its_rewards(
     assert run.state(0) == begun
     with pytest.raises(AssertionError, match="waited for a reward"):
         run.state(1)
+
+
+def varied() -> list[FakeEngine]:
+    """Engines whose responses vary tenfold in length; one has room for few and is slow."""
+    lengths: dict[str, Any] = {"length": lambda seed: 6 + 60 * (seed % 7 == 0) + seed % 9}
+    return [FakeEngine(max_running=20, **lengths), FakeEngine(max_running=9, tick_s=0.0005, **lengths)]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_oldest_first_trains_on_every_prompt_in_its_step_and_throws_nothing_away(
+    shared: bool, num_engines: int
+) -> None:
+    run = start(OLDEST_FIRST, varied()[:num_engines], shared=shared, sampling=LONG)
+    ahead, stale = 0, 0.0
+    for step, (samples, metrics) in enumerate(run.steps(1, 8), start=1):
+        assert prompt_ids(samples) == list(range(8 * step - 8, 8 * step))
+        assert metrics["rollout/discarded_tokens"] == metrics["rollout/stale_groups_count"] == 0
+        assert metrics["rollout/max_staleness_steps"] <= 2
+        opened = [i for engine in run.schedules[step - 1]["engines"] for i, _ in engine["opened"]]
+        assert all(i < 8 * step + 16 for i in opened), "more groups are open than the staleness allows"
+        ahead += len([i for i in opened if i >= 8 * step])
+        stale = max(stale, metrics["rollout/max_staleness_steps"])
+        assert all(len(r.token_ids) == 6 + 60 * (s.seed % 7 == 0) + s.seed % 9 for r, s in with_requests(run, samples))
+    assert ahead and stale == 2
+
+
+def with_requests(run: Run, samples: Samples) -> Iterator[tuple[Response, Request]]:
+    """Each response, with the last request for it or for its rest."""
+    requests = {request.seed: request for engine in run.engines for request in engine.requests.values()}
+    by_place = {
+        (i, index): requests[seed]
+        for (i, index) in samples
+        for step in range(1, 20)
+        if (seed := rollout_seed(11, step, i, index)) in requests
+    }
+    return ((response, by_place[place]) for place, response in samples.items())
+
+
+def test_the_virtual_clock_makes_engines_pause_at_the_same_token_however_fast_they_are() -> None:
+    runs = []
+    for delays in ((0.0, 0.0), (0.0, 0.002), (0.001, 0.0)):
+        engines = varied()
+        for engine, delay_s in zip(engines, delays, strict=True):
+            engine._tick_s = delay_s
+        run = start(OLDEST_FIRST, engines, shared=False, sampling=LONG, submit=judge(lambda r: random.random() / 300))
+        runs.append((only_samples(run.steps(1, 5)), [engine.asked for engine in engines], run.schedules))
+    assert runs[0] == runs[1] == runs[2]
+    pauses = [{engine["tokens"] for engine in schedule["engines"]} for schedule in runs[0][2]]
+    assert any(len(tokens) == 1 and tokens.pop() % TOKENS_PER_TICK == 0 for tokens in pauses), pauses
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_oldest_first_a_run_that_stopped_collects_what_it_would_have_collected(gives_up: bool) -> None:
+    never_stopped = start(OLDEST_FIRST, varied(), shared=False, sampling=LONG).steps(1, 5)
+    for stop in range(1 - gives_up, 5 - gives_up):
+        before = start(OLDEST_FIRST, varied(), shared=False, sampling=LONG)
+        before.steps(1, stop + gives_up)
+        saved = before.state(stop)
+        assert saved["cursor"] == 8 * stop
+        after = start(OLDEST_FIRST, varied(), shared=False, sampling=LONG)
+        for collector in after.collectors:
+            collector.restore(saved, step=stop)
+        assert after.steps(stop + 1, 5) == never_stopped[stop:]
+
+
+def test_with_nothing_open_ahead_the_oldest_are_those_of_the_step() -> None:
+    rules = replace(OLDEST_FIRST, extra_groups=0, max_groups=8, carries_over=False, max_staleness=0)
+    for shared in (True, False):
+        plain = start(PLAIN, varied(), shared=shared).steps(1, 3)
+        assert start(rules, varied(), shared=shared).steps(1, 3) == plain
+
+
+def test_groups_that_would_be_too_stale_for_a_lower_limit_are_sampled_again_and_counted() -> None:
+    before = start(OLDEST_FIRST, varied(), shared=False, sampling=LONG)
+    before.steps(1, 3)
+    saved = before.state(3)
+    stale = [group["prompt_id"] for group in saved["carried"] if group["prompt_id"] >= 8 * 3 + 8]
+    assert stale
+    lower = replace(OLDEST_FIRST, extra_groups=8, max_groups=16, max_staleness=1)
+    after = start(lower, varied(), shared=False, sampling=LONG)
+    for collector in after.collectors:
+        collector.restore(saved, step=3)
+    found = after.steps(4, 6)
+    assert [prompt_ids(samples) for samples, _ in found] == [list(range(8 * i, 8 * i + 8)) for i in (3, 4, 5)]
+    assert all(metrics["rollout/max_staleness_steps"] <= 1 for _, metrics in found)
+    assert found[0][1]["rollout/stale_groups_count"] >= 1 and found[0][1]["rollout/discarded_tokens"] > 0
+    (oversampling,) = start(PARTIAL, [FakeEngine()], sampling=LONG).collectors
+    with pytest.raises(UserError, match=r"oversample_fraction > 0 was False and is True"):
+        oversampling.restore(saved, step=3)
+    (in_step,) = start(replace(lower, extra_groups=0, carries_over=False), [FakeEngine()], sampling=LONG).collectors
+    in_step.restore(saved, step=3)
+    assert in_step._after[3].cursor == 24
 
 
 def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:

@@ -52,8 +52,8 @@ def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
         ("lr = 1e-3", 'lr = 1e-3\nschedule = "wsd"', "set both or neither"),
         (
             "group_size = 2",
-            "group_size = 2\npartial = true",
-            "partial = true has no meaning with oversample_fraction = 0",
+            "group_size = 2\npartial = true\ndynamic_sampling = true",
+            "partial = true with oversample_fraction = 0 trains on all prompts in their order",
         ),
         ("group_size = 2", "group_size = 2\nmax_draw_ratio = 2.0", "max_draw_ratio has no meaning"),
         ("group_size = 2", "group_size = 2\nmax_staleness = 2", "max_staleness has no meaning"),
@@ -266,9 +266,9 @@ def test_mistakes_between_tables_come_at_once_in_the_order_of_the_file(tmp_path:
 
 
 def test_mistakes_on_the_command_line_come_after_those_of_the_file(tmp_path: Path) -> None:
-    found = problems(tmp_path, FOUR, "watchdog.timeout_s=88888.0", "rollout.group_size=1", "rollout.partial=true")
+    found = problems(tmp_path, FOUR, "watchdog.timeout_s=88888.0", "rollout.group_size=1", "rollout.max_staleness=2")
     there = "on the command line: "
-    expected = (f"{there}watchdog.timeout_s = 88888", f"{there}rollout.group_size", f"{there}rollout: partial = true")
+    expected = (f"{there}watchdog.timeout_s = 88888", f"{there}rollout.group_size", f"{there}rollout: max_staleness")
     assert begin(found, OFFLOADED, KL_TWICE, *expected), found
 
 
@@ -284,11 +284,11 @@ def test_one_table_with_two_mistakes_gets_two_sentences(tmp_path: Path) -> None:
 
 def test_mistakes_of_all_kinds_come_at_once(tmp_path: Path) -> None:
     text = FOUR.replace("timeout_s", "timeout").replace("lr = 1e-3", 'lr = "fast"').replace("num_steps = 3\n", "")
-    text = text.replace("prompts_per_step = 4", "prompts_per_step = 4\npartial = true")
+    text = text.replace("prompts_per_step = 4", "prompts_per_step = 4\nmax_staleness = 2")
     expected = (
         "c.toml:1: run.num_steps: required, not set",
         "c.toml:5: model.cpu_offload",
-        "c.toml:11: rollout: partial = true has no meaning",
+        "c.toml:11: rollout: max_staleness has no meaning",
         "c.toml:12: rollout.group_size = 1",
         "c.toml:17: loss.kl_coef",
         'c.toml:22: optim.lr = "fast": input should be a valid number',
@@ -463,7 +463,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
         "rollout.max_draw_ratio=1.1",
         "rollout.oversample_fraction=0.5",
     ),
-    "partial_needs_oversampling": ("rollout.partial=true",),
+    "prompts_in_order_are_not_replaced": ("rollout.partial=true", "rollout.dynamic_sampling=true"),
     "max_staleness_needs_stale_rollouts": ("rollout.max_staleness=2",),
     "num_ranks_belongs_to_disaggregated": ("rollout.num_ranks=2",),
     "restart_engine_needs_colocated": ("rollout.restart_engine=true", "rollout.placement=disaggregated"),

@@ -72,6 +72,7 @@ FAULTY: dict[str, dict[str, Values]] = {
         "rollout/response_tokens": lambda step: 100 + 3 * step,
         "reward/mean": lambda step: 0.5 + 0.02 * wobble(step),
     },
+    "late responses are thrown away": {"rollout/sampled_tokens": lambda step: 120 + 0.3 * step},
     "many responses are cut": {"rollout/truncated_fraction": lambda step: 0.004 * step},
     "engine and trainer drift apart": {"mismatch/mean_abs_nats": lambda step: 0.01 + 0.001 * step},
     "engine and trainer disagree": {"mismatch/effective_fraction": lambda step: 1.0 - 0.007 * step},

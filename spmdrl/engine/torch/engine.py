@@ -159,6 +159,8 @@ class TorchEngine(RolloutEngine):
                 self._release_adapters(finished)
                 yield from ((state.index, state.response()) for state in finished)
                 scheduler.ask_again()
+            if self.clock is not None and self.clock.advance():
+                self._is_aborted = True
 
     def _start_request(self, index: int, request: Request, prefix_cache: PrefixCache) -> RequestState:
         """Start a request on the newest weights, after its longest cached prefix."""
