@@ -279,8 +279,8 @@ def short_ones_preferred(run: History) -> str | None:
     if trained is None or sampled is None or not sampled[0] or abs(trained[0] / sampled[0] - 1) <= 0.02:
         return None
     return (
-        f"rollout/response_tokens is {format_number(trained[0])} and rollout/sampled_tokens {format_number(sampled[0])} "
-        f"({trained[1]}), and of their rewards "
+        f"rollout/response_tokens is {format_number(trained[0])}, but rollout/sampled_tokens is "
+        f"{format_number(sampled[0])} ({trained[1]}), and of their rewards "
         + " and ".join(
             f"{name} is {format_number(median[0])}"
             for name in ("reward/mean", "reward/sampled_mean")
