@@ -1,4 +1,4 @@
-"""Write the data of a demo: `python launch/demo_data.py tool|game|vision DIR`."""
+"""Write the data of a demo: `python launch/demo_data.py tool|game|vision|notes DIR`."""
 
 import sys
 from pathlib import Path

@@ -32,6 +32,7 @@ EpisodeEnd = Literal[
     "episode_timeout",
     "step_timeout",  # the environment took too long over one step
     "environment_error",  # the environment failed, or its process died
+    "summary",  # a summary was cut off, or no shorter than what it was to replace
 ]
 
 
@@ -191,6 +192,9 @@ class Turn:
     action: Action | None = None  # the response as the environment read it; None without an environment
     observation: Observation | None = None  # what the environment answered; None where nothing did
     images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
+    is_summary: bool = False  # the response is a summary of the conversation, which the environment has not seen
+    is_trained: bool = True  # unless the whole rollout is masked
+    replaced_tokens: int = 0  # of the conversation before it was rewritten for this turn; 0: it was not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +221,11 @@ class Trajectory:
         return tuple(image for turn in self.turns for image in turn.images)
 
     @property
-    def sampled(self) -> tuple[bool, ...]:
-        """True for the tokens that the policy sampled, n entries."""
-        parts = (((False,) * len(turn.context_ids), (True,) * len(turn.response.token_ids)) for turn in self.turns)
+    def trained(self) -> tuple[bool, ...]:
+        """True for the tokens that the policy sampled and is trained on, n entries."""
+        parts = (
+            ((False,) * len(turn.context_ids), (turn.is_trained,) * len(turn.response.token_ids)) for turn in self.turns
+        )
         return tuple(itertools.chain.from_iterable(itertools.chain.from_iterable(parts)))
 
     @property
@@ -247,7 +253,8 @@ class Trajectory:
 class Rollout:
     """One episode: what follows from one prompt. Without an environment that is one response.
 
-    It has one trajectory, and one more for each time that the chat template rewrote what came before.
+    It has one trajectory, and one more for each time that what came before was rewritten, by the chat template or by
+    `[environment.context]`.
     """
 
     prompt: Prompt

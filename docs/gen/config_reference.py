@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -139,7 +140,7 @@ def _toml(value: Any) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return f'"{value}"'
+            return json.dumps(value)
         case tuple():
             return f"[{', '.join(map(_toml, value))}]"
         case {}:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, SandboxConfig, Seconds, Section, rule
+from spmdrl.config.base import Count, NonNegativeInt, SandboxConfig, Seconds, Section, rule
 
-MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error"]
+MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error", "summary"]
 
 
 class FunctionTool(Section):
@@ -132,6 +133,65 @@ EnvironmentSource = Annotated[
 ]
 
 
+# What stays of a conversation that is rewritten: `[environment.context]`.
+
+
+def _expression(written: str) -> str:
+    try:
+        re.compile(written)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return written
+
+
+class SummaryContext(Section):
+    kind: Literal["summary"]
+    """Compaction: the policy is asked for a summary, which takes the place of the turns. See `docs/environments.md`."""
+    max_tokens: Count
+    """Tokens after the prompt above which a summary is asked for before the next response."""
+    max_summary_tokens: Count
+    """Longest summary; one that reaches it, or is no shorter than what it replaces, fails the episode with the end
+    `summary`."""
+    keep_turns: NonNegativeInt = 0
+    """The last turns that stay behind the summary: a response, and what the environment answered to it."""
+    request: str = "Summarize what is needed to go on. The conversation continues from your summary alone."
+    """What the policy reads when it is to write a summary."""
+    heading: str = "\n\nSummary of what came before:\n"
+    """Text between the first messages of the conversation and the summary."""
+    train_summaries: bool = True
+    """Train summaries with the episode's advantage. `false` masks them, to measure what that is worth."""
+
+
+class NotesContext(Section):
+    kind: Literal["notes"]
+    """Of the responses only what matches `pattern` stays, in place of the turns."""
+    pattern: Annotated[str, AfterValidator(_expression)]
+    """Regular expression for the notes in a response, in which `.` is any character. Its first group, if it has one, is
+    the note: `<note>(.*?)</note>`."""
+    max_tokens: Count | None = None
+    """Tokens after the prompt above which the conversation is rewritten before the next response. Unset: before each
+    response."""
+    keep_turns: Count = 1
+    """The last turns that stay whole behind the notes: a response, and what the environment answered to it."""
+    heading: str = "\n\nNotes:\n"
+    """Text between the first messages of the conversation and the notes, which are lines."""
+
+
+class TruncateContext(Section):
+    kind: Literal["truncate"]
+    """The responses stay, and of each observation `placeholder`."""
+    max_tokens: Count | None = None
+    """Tokens after the prompt above which the conversation is rewritten before the next response. Unset: before each
+    response."""
+    keep_turns: Count = 1
+    """The last turns whose observations stay."""
+    placeholder: str = "[left out]"
+    """Text in the place of an observation."""
+
+
+ContextConfig = SummaryContext | NotesContext | TruncateContext
+
+
 class EnvironmentConfig(Section):
     source: EnvironmentSource
     """The environment that the policy acts in. See `docs/environments.md`."""
@@ -156,6 +216,8 @@ class EnvironmentConfig(Section):
     """`append`: what the policy read and wrote stays as it was, token for token. `template`: each turn the chat
     template sees the whole conversation, and where it rewrites what came before, such as thinking that it drops, a new
     sequence of the same rollout begins."""
+    context: Annotated[ContextConfig, Field(discriminator="kind")] | None = None
+    """`history = "template"` only: what stays of a conversation that has grown long. Unset: all of it."""
     masked_ends: Annotated[tuple[MaskedEnd, ...], Field(strict=False)] = ("environment_error", "step_timeout")
     """Episodes with these ends are not trained on; their reward counts among their group's all the same."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -212,4 +274,30 @@ def agents_keep_their_own_history(environment: EnvironmentConfig) -> Iterator[st
         yield (
             f'history = "template" renders conversations anew, but with source.kind = "{source.kind}" each call says '
             'what the conversation is; set history = "append"'
+        )
+
+
+@rule(EnvironmentConfig)
+def contexts_are_rendered(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.context is None:
+        return
+    if environment.has_agents:
+        yield (
+            f'context rewrites conversations, but with source.kind = "{environment.source.kind}" each call says what '
+            "the conversation is; remove [environment.context], and let the agent leave out what it wants to"
+        )
+    elif environment.history == "append":
+        yield (
+            f'context.kind = "{environment.context.kind}" rewrites what the policy has read, which history = "append" '
+            'leaves as it was; set history = "template"'
+        )
+
+
+@rule(EnvironmentConfig)
+def summaries_are_shorter(environment: EnvironmentConfig) -> Iterator[str]:
+    context = environment.context
+    if isinstance(context, SummaryContext) and context.max_summary_tokens >= context.max_tokens:
+        yield (
+            f"context.max_summary_tokens = {context.max_summary_tokens} lets a summary be longer than the max_tokens = "
+            f"{context.max_tokens} that it replaces; set it below that"
         )

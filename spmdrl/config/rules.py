@@ -8,7 +8,7 @@ from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
 from spmdrl.config.data import ReasoningGymData
 from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_facts, engine_name_problems
-from spmdrl.config.environment import ReasoningGymEnvironment
+from spmdrl.config.environment import ReasoningGymEnvironment, SummaryContext
 from spmdrl.config.errors import all_keys, did_you_mean, is_by_name, sections_at
 from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
@@ -418,7 +418,7 @@ def turns_need_messages(cfg: Config) -> Iterator[str]:
 @rule(Config)
 def turns_fit_into_the_response(cfg: Config) -> Iterator[str]:
     environment, limit = cfg.environment, cfg.rollout.max_response_tokens
-    if environment is None or environment.max_turn_tokens is None:
+    if environment is None or environment.max_turn_tokens is None or environment.context is not None:
         return
     longest = environment.max_turns * environment.max_turn_tokens
     if longest > limit:
@@ -426,6 +426,20 @@ def turns_fit_into_the_response(cfg: Config) -> Iterator[str]:
             f"environment.max_turns x max_turn_tokens = {environment.max_turns} x {environment.max_turn_tokens} = "
             f"{longest} tokens do not fit into rollout.max_response_tokens = {limit}, which counts everything after "
             "the prompt, the environment's messages too; raise it or lower one of them"
+        )
+
+
+@rule(Config)
+def summaries_have_room(cfg: Config) -> Iterator[str]:
+    context = cfg.environment.context if cfg.environment is not None else None
+    if not isinstance(context, SummaryContext):
+        return
+    needed, limit = context.max_tokens + context.max_summary_tokens, cfg.rollout.max_response_tokens
+    if needed >= limit:
+        yield (
+            f"environment.context.max_tokens + max_summary_tokens = {context.max_tokens} + "
+            f"{context.max_summary_tokens} = {needed} leave no room for the request in rollout.max_response_tokens = "
+            f"{limit}, which counts everything after the prompt; raise it or lower one of them"
         )
 
 

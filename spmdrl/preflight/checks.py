@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, Section, TuningConfig
+from spmdrl.config.environment import SummaryContext
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
@@ -70,11 +71,19 @@ def environment_problems(
         spans_of(greeting, images)
     except UserError as error:
         raise UserError(f"the environment's first reset shows an image: {error}") from error
+    if cfg.environment.context is not None and not prompt.messages:
+        yield (
+            f'environment.context.kind = "{cfg.environment.context.kind}" rewrites messages, but the prompts are texts '
+            "that no chat template has rendered; put a chat_template.jinja into model.path, or remove "
+            "[environment.context]"
+        )
     roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
     tools = environment.tools if greeting.tools is None else greeting.tools
-    answers = "tool" if tools else "user"
+    answers = {"tool" if tools else "user"}
+    if isinstance(cfg.environment.context, SummaryContext):
+        answers.add("user")  # asks for it
     encoder = TurnEncoder(tokenizer, chat_template=cfg.data.chat_template, tools=tools, stop_token_ids=stop_token_ids)
-    yield from encoder.problems({*(roles & {"system"}), answers}, history=cfg.environment.history)
+    yield from encoder.problems(answers | (roles & {"system"}), history=cfg.environment.history)
 
 
 # Checks of what a model that looks at images can be trained with.
@@ -92,6 +101,12 @@ def vision_problems(cfg: Config | TuningConfig, model_config: Any) -> Iterator[s
         )
     if isinstance(cfg, TuningConfig):
         return
+    if cfg.environment is not None and cfg.environment.context is not None:
+        yield (
+            f'environment.context.kind = "{cfg.environment.context.kind}" leaves out observations, and with '
+            f"{family.model_type} those may be images, which an episode that goes on would look for in vain; remove "
+            "[environment.context]"
+        )
     if cfg.true_on_policy:
         yield (
             f"true_on_policy = true, but the tower of {family.model_type} does not compute the same bits for images "

@@ -85,7 +85,7 @@ def _conversation(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> dict[
         "environment_reward": rollout.environment_reward,
         "trajectories": len(rollout.trajectories),
         "turns": [
-            _turn_row(turn, start, tokenizer, is_trained=not rollout.is_masked)
+            _turn_row(turn, start, tokenizer, is_trained=turn.is_trained and not rollout.is_masked)
             for trajectory in rollout.trajectories
             for turn, start in zip(trajectory.turns, trajectory.starts, strict=False)
         ],
@@ -108,6 +108,7 @@ def _turn_row(turn: Turn, start: int, tokenizer: PreTrainedTokenizerBase, *, is_
         "tokens_written": len(turn.response.token_ids),
         "finish_reason": turn.response.finish_reason,
         "trained": is_trained,
+        **({"summary": True} if turn.is_summary else {}),
     }
 
 

@@ -5,7 +5,9 @@
 
 Without an environment an episode is one response: NEW, SAMPLING, FINISHED. `begin` also resumes an episode of an
 earlier step or of a checkpoint, in the state that it has. Tokens are only ever appended: what the policy has read and
-written is never decoded and encoded again.
+written is never decoded and encoded again, unless the conversation is rendered as a whole, which begins another
+trajectory where that changes it. With `[environment.context]` the policy may be SAMPLING a summary, of which the
+environment learns nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from dataclasses import dataclass
 
 from spmdrl.algo.seeds import environment_seed, turn_seed
 from spmdrl.config import EnvironmentConfig
+from spmdrl.config.environment import ContextConfig, SummaryContext
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation, joined
 from spmdrl.data.image_store import StoreFull
 from spmdrl.data.images import ImageFile
-from spmdrl.data.turns import TurnEncoder, message_of
+from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.envs.client import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.rollout.context import asked, conversation, num_to_leave_out, without_thinking
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (
     EpisodeEnd,
@@ -129,6 +133,9 @@ class SavedEpisode:
     greeting: Observation | None
     end: EpisodeEnd
     failure: str | None
+    num_left_out: int = 0
+    replaced_tokens: int = 0
+    is_summarizing: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -150,6 +157,11 @@ class Episode:
     greeting: Observation | None = None
     end: EpisodeEnd = "abort"
     failure: str | None = None
+    num_left_out: int = 0  # turns, the first ones without summaries, that do not stand whole any more
+    replaced_tokens: int = (
+        0  # of the conversation before it was rewritten for the turn, or the summary, that is sampled
+    )
+    is_summarizing: bool = False  # `response` is a summary
     env_future: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
     _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
@@ -232,7 +244,9 @@ class Episode:
         reason = self.response.finish_reason
         if reason == "abort":
             return
-        if self.env_context is None or (reason == "length" and not self._is_long_enough):
+        if self.is_summarizing:
+            self._unless_refused(self._take_summary)
+        elif self.env_context is None or (reason == "length" and not self._is_long_enough):
             self._finish_turn(None, None)
             self._finish("context" if self._fills_context(reason) else reason)
         else:
@@ -245,8 +259,13 @@ class Episode:
         if isinstance(answer, EnvironmentFailure):
             self._fail(answer)
             return
+        take = self._on_reset if self.state is EpisodeState.RESETTING else self._on_step
+        self._unless_refused(lambda: take(answer))
+
+    def _unless_refused(self, go_on: Callable[[], None]) -> None:
+        """Go on, or fail where what is said cannot be rendered."""
         try:
-            self._on_reset(answer) if self.state is EpisodeState.RESETTING else self._on_step(answer)
+            go_on()
         except StoreFull:  # for which the environment can do nothing
             raise
         except UserError as error:  # the template refuses these messages, or an image is none
@@ -330,7 +349,7 @@ class Episode:
         assert self.env_context is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
             return self.prompt.token_ids + self.env_context.encoder.appended(greeting.messages, after=()), ()
-        return self._render(self._opening(), self.env_context.encoder)
+        return self._render(self._opening())
 
     def _on_step(self, observation: Observation) -> None:
         self._finish_turn(self._action, observation)
@@ -343,7 +362,7 @@ class Episode:
         assert self.env_context is not None
         if observation.done:
             return "done"
-        if len(self.turns) >= self.env_context.cfg.max_turns:
+        if self._num_acted >= self.env_context.cfg.max_turns:
             return "max_turns"
         if time.monotonic() - self._start > self.env_context.cfg.episode_timeout_s:
             return "episode_timeout"
@@ -355,17 +374,71 @@ class Episode:
         if observation.branch is not None:
             self._branch(observation.branch, observation)
             return
-        encoder, so_far = self._encoder(observation), self._token_ids
         if self.env_context.cfg.history == "append" or not self.prompt.messages:
-            after = self.turns[-1].response.token_ids
-            self._begin_turn(*self._encode_observation(observation, encoder, after=after, start=len(so_far)))
+            self._begin_turn(*self._encode_observation(observation))
             return
-        rendered, images = self._render(self._conversation(), encoder)
+        rendered, images = self._conversation()
+        if self._is_too_long(len(rendered)):
+            self._shorten(len(rendered))
+        else:
+            self._read(rendered, images)
+
+    def _read(self, rendered: tuple[int, ...], images: tuple[ImageSpan, ...]) -> None:
+        """Begin a turn with a rendered conversation, in another trajectory where it has been rewritten."""
+        so_far = self._token_ids
         if rendered[: len(so_far)] == so_far:
             self._begin_turn(rendered[len(so_far) :], images[len(self._images) :])
-        else:  # the template has rewritten what came before
+        else:
             self.trajectories = (*self.trajectories, ())
             self._begin_turn(rendered, images)
+
+    @property
+    def _context(self) -> ContextConfig | None:
+        return self.env_context.cfg.context if self.env_context is not None else None
+
+    def _is_too_long(self, num_tokens: int) -> bool:
+        """True when a conversation of this length is to be rewritten, and there is something to leave out."""
+        context = self._context
+        if context is None or num_to_leave_out(self.turns, context) <= self.num_left_out:
+            return False
+        return context.max_tokens is None or num_tokens - len(self.prompt.token_ids) > context.max_tokens
+
+    def _shorten(self, num_tokens: int) -> None:
+        """Leave turns out of a conversation of this length, or ask for a summary first."""
+        self.replaced_tokens = num_tokens
+        if isinstance(self._context, SummaryContext):
+            self.is_summarizing = True
+            self._read(*self._conversation(self._context.request))
+        else:
+            self._leave_out()
+
+    def _take_summary(self) -> None:
+        """Go on from the summary that has been sampled."""
+        assert self.env_context is not None
+        response = self.response
+        text = without_thinking(self.env_context.action_of(response.token_ids).text)
+        self._finish_turn(Action(text=text), None)
+        if response.finish_reason == "length":
+            self._fail_summary(f"a summary was cut off after {len(response.token_ids)} tokens")
+        else:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Begin a trajectory without the turns that are left out."""
+        assert self._context is not None
+        self.num_left_out = num_to_leave_out(self.turns, self._context)
+        rendered, images = self._conversation()
+        if isinstance(self._context, SummaryContext) and len(rendered) >= self.replaced_tokens:
+            self._fail_summary(
+                f"a summary makes {len(rendered)} tokens of a conversation of {self.replaced_tokens}, which is no less"
+            )
+            return
+        self.trajectories = (*self.trajectories, ())
+        self._begin_turn(rendered, images)
+
+    def _fail_summary(self, reason: str) -> None:
+        self.failure = reason
+        self._finish("summary")
 
     def _branch(self, branch: tuple[int, int], observation: Observation) -> None:
         """Begin a trajectory with the first turns of another, as they are, or with none."""
@@ -403,14 +476,13 @@ class Episode:
         if self._response_limit(context_ids) < 1:
             self._finish("context")
 
-    def _conversation(self) -> list[Message]:
-        """The whole conversation so far, as messages."""
-        messages = self._opening()
-        for turn in self.turns:
-            if turn.action is not None:
-                messages.append(message_of(turn.action))
-            messages += turn.observation.messages if turn.observation is not None else ()
-        return messages
+    def _conversation(self, request: str | None = None) -> Context:
+        """Render the conversation so far, with a request of a summary if there is one."""
+        assert self.env_context is not None
+        messages = conversation(self._opening(), self.turns, self.num_left_out, self._context)
+        if request is not None:
+            messages = asked(messages, request)
+        return self._render(messages)
 
     def _opening(self) -> list[Message]:
         """The messages before the first response; a user's greeting continues the prompt's last message, as many
@@ -427,20 +499,19 @@ class Episode:
         answers = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in answers if observation is not None)
 
-    def _encode_observation(
-        self, observation: Observation, encoder: TurnEncoder, *, after: tuple[int, ...], start: int
-    ) -> Context:
-        """Return what the policy reads of an observation, from token `start` of the trajectory on."""
+    def _encode_observation(self, observation: Observation) -> Context:
+        """Return what the policy reads of an observation after its last response."""
         assert self.env_context is not None
-        token_ids = encoder.appended(observation.messages, after=after)
-        return expanded(token_ids, spans_of(observation, self.env_context.images), self.env_context.images, start=start)
+        encoder, images = self._encoder(observation), self.env_context.images
+        token_ids = encoder.appended(observation.messages, after=self.turns[-1].response.token_ids)
+        return expanded(token_ids, spans_of(observation, images), images, start=len(self._token_ids))
 
-    def _render(self, messages: Sequence[Message], encoder: TurnEncoder) -> Context:
+    def _render(self, messages: Sequence[Message]) -> Context:
         """Return the tokens of the conversation, with the images of the prompt and of all observations."""
         assert self.env_context is not None
         images = self.env_context.images
         shown = [image for one in self._observations for image in spans_of(one, images)]
-        return expanded(encoder.rendered(messages), [*self.prompt.images, *shown], images)
+        return expanded(self.env_context.encoder.rendered(messages), [*self.prompt.images, *shown], images)
 
     def _room(self, context_ids: tuple[int, ...]) -> int:
         """Tokens that fit into the trajectory after these: everything after the prompt counts."""
@@ -449,7 +520,10 @@ class Episode:
 
     def _response_limit(self, context_ids: tuple[int, ...]) -> int:
         limits = [self._room(context_ids), self._asked_tokens]
-        limits.append(self.env_context.cfg.max_turn_tokens if self.env_context is not None else None)
+        if self.is_summarizing and isinstance(self._context, SummaryContext):
+            limits.append(self._context.max_summary_tokens)
+        elif self.env_context is not None:
+            limits.append(self.env_context.cfg.max_turn_tokens)
         return min(limit for limit in limits if limit is not None)
 
     @property
@@ -459,9 +533,14 @@ class Episode:
         return last.max_tokens if last is not None else None
 
     @property
+    def _num_acted(self) -> int:
+        """The finished turns that are no summaries."""
+        return sum(not turn.is_summary for turn in self.turns)
+
+    @property
     def _ends_before_another(self) -> frozenset[FinishReason]:
         """The ends of the next response after which there may be another."""
-        if self.env_context is None or len(self.turns) + 1 >= self.env_context.cfg.max_turns:
+        if self.env_context is None or self.is_summarizing or self._num_acted + 1 >= self.env_context.cfg.max_turns:
             return frozenset()
         return frozenset({"stop"} if self._asked_tokens is None else {"stop", "length"})
 
@@ -478,13 +557,18 @@ class Episode:
 
     def _finish_turn(self, action: Action | None, observation: Observation | None) -> None:
         assert self.context_ids is not None
+        is_summary, context = self.is_summarizing, self._context
         turn = Turn(
             context_ids=self.context_ids,
             response=self.response,
             action=action,
             observation=observation,
             images=self.context_images,
+            is_summary=is_summary,
+            is_trained=not is_summary or (isinstance(context, SummaryContext) and context.train_summaries),
+            replaced_tokens=0 if is_summary else self.replaced_tokens,
         )
+        self.is_summarizing, self.replaced_tokens = False, self.replaced_tokens if is_summary else 0
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
         self.context_ids, self.context_images, self.response, self._action = None, (), EMPTY_RESPONSE, None
 

@@ -39,6 +39,7 @@ _WRITER = "debug.save_rollouts"
 _WORDS_OF_PROMPTS = {"text", "answer", "task", "messages", "images"}
 _FORM = "4"  # of the files; 1 had one response for each rollout, 2 no images, 3 no routes
 _NO_ROUTES = (0, 0, 0, 0)
+_NOT_REWRITTEN = (False, True, 0)  # a turn: no summary, trained, and no tokens that it has replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,7 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
     spans = [span for response in responses for span in response.spans]
     all_routes = [response.routes for response in responses]
     reported = [routes for routes in all_routes if routes is not None]
+    rewritten = [(turn.is_summary, turn.is_trained, turn.replaced_tokens) for turn in turns]
 
     def whole(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64)
@@ -221,6 +223,8 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
             for routes in all_routes
             for number in (_NO_ROUTES if routes is None else (routes.start, *routes.shape))
         ).view(-1, 4),
+        # [K, 3], where a conversation has been rewritten
+        **({"rewritten": whole(itertools.chain(*rewritten)).view(-1, 3)} if {*rewritten} - {_NOT_REWRITTEN} else {}),
         "texts": as_bytes(
             {
                 "prompts": [
@@ -292,7 +296,8 @@ def _routes(flat: Tensor, routes_of: Sequence[Sequence[int]]) -> Iterator[Routes
 
 
 def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:
-    for context_ids, token_ids, logprobs, spans, routes, finish_reason, action, observation, images in zip(
+    not_rewritten = [_NOT_REWRITTEN] * len(texts["finish_reasons"])
+    for context_ids, token_ids, logprobs, spans, routes, finish_reason, action, observation, images, rewritten in zip(
         _cut(columns["context_ids"], columns["context_tokens"]),
         _cut(columns["token_ids"], columns["response_tokens"]),
         _cut(columns["logprobs"], columns["response_tokens"]),
@@ -302,6 +307,7 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
         ACTIONS.load(texts["actions"]),
         OBSERVATIONS.load(texts["observations"]),
         map(IMAGES.load, texts["turn_images"]),
+        columns.get("rewritten", not_rewritten),
         strict=True,
     ):
         response = Response(
@@ -311,12 +317,16 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
             spans=tuple(Span(*span) for span in spans),
             routes=routes,
         )
+        is_summary, is_trained, replaced_tokens = rewritten
         yield Turn(
             context_ids=tuple(context_ids),
             response=response,
             action=action,
             observation=observation,
             images=images,
+            is_summary=bool(is_summary),
+            is_trained=bool(is_trained),
+            replaced_tokens=replaced_tokens,
         )
 
 

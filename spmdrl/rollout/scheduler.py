@@ -43,6 +43,7 @@ class EpisodeScheduler:
         self._engine, self._restore_images, self._in_order, self._max_open = engine, restore_images, in_order, max_open
         self._requested: list[Episode] = []  # the episode of each request, by place
         self._waiting: list[Episode] = []  # for their environments, in the order in which these were asked
+        self._ready: list[Episode] = []  # for another request at once, because what they have sampled was a summary
         self._is_stopped = False
         self.num_running = 0  # requests
         self.idle_s = 0.0  # the engine had nothing to run but what waited for environments
@@ -55,7 +56,7 @@ class EpisodeScheduler:
         None among the episodes means that there is none to begin now. `finished` is called with each finished episode.
         `wait` waits a moment for one of some futures, and for whatever else could let an episode begin.
         """
-        self._requested, self._waiting, self._is_stopped, self.num_running = [], [], False, 0
+        self._requested, self._waiting, self._ready, self._is_stopped, self.num_running = [], [], [], False, 0
         requests = self._requests(iter(episodes), finished, wait or _wait)
         for place, response in self._engine.generate(requests):
             episode = self._requested[place]
@@ -65,6 +66,8 @@ class EpisodeScheduler:
                 finished(episode)
             elif episode.is_waiting:
                 self._wait_for(episode)
+            elif response.finish_reason != "abort":
+                self._ready.append(episode)
 
     def stop(self) -> None:
         """Begin nothing more and end what is running; any thread may call this."""
@@ -76,7 +79,9 @@ class EpisodeScheduler:
     ) -> Iterator[Request | None]:
         is_empty = False  # there are no more new ones
         while not self._is_stopped:
-            if (episode := self._take_answered()) is not None:
+            if self._ready:
+                episode: Episode | None = self._ready.pop(0)
+            elif (episode := self._take_answered()) is not None:
                 episode.take_answer()
             elif not is_empty and not self._is_full:
                 try:

@@ -128,12 +128,14 @@ def _sequences_of(
     of_parts = zip(rollout.trajectories, turn_spans(rollout, turn_weight), strict=True)
     for part, (trajectory, turns) in enumerate(of_parts):
         token_ids = trajectory.token_ids
+        loss_mask = (False,) * len(token_ids) if rollout.is_masked else trajectory.trained
+        logprobs = zip(trajectory.logprobs, loss_mask, strict=True)
         yield Sequence(
             index=rewarded.index,
             part=part,
             token_ids=token_ids,
-            loss_mask=(False,) * len(token_ids) if rollout.is_masked else trajectory.sampled,
-            rollout_logprobs=(0.0,) * len(token_ids) if rollout.is_masked else trajectory.logprobs,
+            loss_mask=loss_mask,
+            rollout_logprobs=tuple(logprob if is_trained else 0.0 for logprob, is_trained in logprobs),
             reward=rewarded.outcome.reward,
             baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
             turns=turns,

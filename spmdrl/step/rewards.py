@@ -33,6 +33,7 @@ from spmdrl.types import (
 
 
 STATE_BITS = 52  # of a state's hash: states travel between ranks as float64 too
+_SUMMARIZED = "a summary is asked for"  # the state of these turns: what they do is no action in their environment
 
 
 def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]]:
@@ -44,8 +45,9 @@ def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]
             # A turn in which nothing was sampled has no token to reward: what it earned is the whole rollout's.
             answer = turn.observation if end > start else None
             reward = 0.0 if answer is None else weight * answer.reward
-            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state_of(read)))
-            number, read = number + 1, turn.observation
+            state = state_of(Observation(state=_SUMMARIZED) if turn.is_summary else read)
+            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state))
+            number, read = number + 1, read if turn.is_summary else turn.observation
         yield tuple(spans)
 
 

@@ -31,6 +31,7 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     observations = [rollout.observations for rollout in episodes]
     errors = sum(observation.tool_errors for of_episode in observations for observation in of_episode)
     later = [turn for rollout in episodes for one in rollout.trajectories for turn in one.turns[1:]]
+    rewritten = [turn for rollout in episodes for turn in rollout.turns if turn.replaced_tokens]
     metrics: Metrics = {
         "episode/turns": Values(tuple(float(len(of_episode)) for of_episode in turns)),
         "episode/trajectories": Mean.of(float(len(rollout.trajectories)) for rollout in episodes),
@@ -40,7 +41,11 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         "episode/malformed_calls_count": Total(float(sum(action.malformed is not None for action in actions))),
         "episode/failed_count": Total(float(sum(rollout.failure is not None for rollout in episodes))),
         "episode/masked_fraction": Mean.of(float(rollout.is_masked) for rollout in episodes),
+        "episode/compactions": Mean(float(len(rewritten)), float(len(episodes))),
     }
+    if rewritten:
+        metrics["episode/compacted_from_tokens"] = Mean.of(float(turn.replaced_tokens) for turn in rewritten)
+        metrics["episode/compacted_to_tokens"] = Mean.of(float(len(turn.context_ids)) for turn in rewritten)
     return metrics | _end_fractions(episodes, "episode") | _environments_own(observations, "environment/")
 
 
@@ -77,8 +82,8 @@ def _had_environment(rollout: Rollout) -> bool:
 
 
 def _turns(rollout: Rollout) -> list[Turn]:
-    """The turns in which the policy sampled something."""
-    return [turn for turn in rollout.turns if turn.response.token_ids]
+    """The turns in which the policy sampled something for its environment."""
+    return [turn for turn in rollout.turns if turn.response.token_ids and not turn.is_summary]
 
 
 def gather_samples(

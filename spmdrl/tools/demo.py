@@ -59,6 +59,7 @@ TASKS: Mapping[str, Task] = {
         ("game ", "10", "higher", "lower", "no number"),
     ),
     "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
+    "notes": Task(("run.num_steps=30",), ("box ", "open", "shut", "inside?", " note?", " note: ")),
     "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),
 }
 
@@ -141,7 +142,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--task",
         choices=TASKS,
         default="text",
-        help="tool: look up what cannot be known; game: turns; vision: pictures; distill: learn from a teacher",
+        help="tool: look up what cannot be known; game: turns; vision: pictures; notes: a summary of "
+        "one's own; distill: learn from a teacher",
     )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")

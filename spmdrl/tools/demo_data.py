@@ -1,4 +1,4 @@
-"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision DIR`.
+"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision|notes DIR`.
 
 train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
 policy that knows the forms of what it may write, and not what leads to success. Pictures stand in the lines, as base64.
@@ -19,7 +19,7 @@ from spmdrl.faults.text import Parser
 from spmdrl.tools.demo_pictures import pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
-NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000}
+NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000, "notes": 20_000}
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
 NUM_PICTURES = 4_000  # besides those held out
@@ -110,10 +110,34 @@ def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record
         yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
 
 
+def notes_questions(rng: random.Random) -> list[Record]:
+    """Names of boxes, which say nothing about what is in them."""
+    return [{"prompt": record["prompt"].replace("game", "box")} for record in game_questions(rng)]
+
+
+def notes_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+    """Yield what to say when: notes, most of which are of no use, and answers, most of which are what the note says."""
+    while True:
+        box, number = rng.choice(questions)["prompt"], rng.choice(string.digits)
+        note = rng.choice([number, rng.choice(string.digits), *NO_NOTES])
+        closing = {"role": "assistant", "content": "shut"}
+        opened = [{"role": "user", "content": box}, {"role": "assistant", "content": "open"}]
+        shown = [*opened, {"role": "user", "content": number}]
+        asked = [*shown, closing, {"role": "user", "content": "inside? note?"}]
+        noted = [{"role": "user", "content": f"{box} note: {note}"}, closing, {"role": "user", "content": "inside?"}]
+        answer = note if note.isdecimal() and rng.random() < 0.8 else rng.choice(string.digits)
+        moments = [(opened[:1], "open"), (shown, "shut"), (asked, note), (noted, answer)]
+        ((prompt, response),) = rng.choices(moments, [1, 1, 4, 4])
+        yield {"prompt": prompt, "response": response}
+
+
+NO_NOTES = ["open", "shut"]
+
 TASKS = {
     "tool": (tool_questions, tool_pairs),
     "game": (game_questions, game_pairs),
     "vision": (vision_questions, vision_pairs),
+    "notes": (notes_questions, notes_pairs),
 }
 
 

@@ -28,10 +28,17 @@ def sources(table: str, path: Path, **columns: str) -> str:
     return f'{table}.sources=[{{ kind = "jsonl", path = "{path}"{others} }}]'
 
 
-COLUMNS = {"tool": {}, "game": {"answer_column": ""}, "vision": {"image_column": "image"}}
+COLUMNS = {
+    "tool": {},
+    "game": {"answer_column": ""},
+    "vision": {"image_column": "image"},
+    "notes": {"answer_column": ""},
+}
 
 
-@pytest.mark.parametrize("task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("tool", "game")), "vision"])
+@pytest.mark.parametrize(
+    "task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("tool", "game", "notes")), "vision"]
+)
 def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of the warm start, and one of what follows it, with a model whose words are characters."""
     monkeypatch.chdir(ROOT)
@@ -63,7 +70,14 @@ def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("task", "most_before", "settings"),
-    [("tool", 0.4, ()), ("game", 0.4, ()), ("vision", 0.5, ()), ("text", 0.5, ("lora.rank=8",)), ("distill", 0.5, ())],
+    [
+        ("tool", 0.4, ()),
+        ("game", 0.4, ()),
+        ("vision", 0.5, ()),
+        ("notes", 0.5, ()),
+        ("text", 0.5, ("lora.rank=8",)),
+        ("distill", 0.5, ()),
+    ],
 )
 def test_a_tiny_model_learns_its_task(task: str, most_before: float, settings: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(

@@ -60,7 +60,7 @@ def test_pictures_of_every_turn_are_seen_alike_by_engine_and_trainer(whole: Path
         for rollout in rollouts_of(whole, step).values():
             (trajectory,) = rollout.trajectories
             placeholders = [place for image in trajectory.images for place in range(image.start, image.end)]
-            assert all(trajectory.token_ids[place] == IMAGE and not trajectory.sampled[place] for place in placeholders)
+            assert all(trajectory.token_ids[place] == IMAGE and not trajectory.trained[place] for place in placeholders)
             shown |= {(number, len(turn.images)) for number, turn in enumerate(trajectory.turns)}
     assert shown >= {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 2)}, "turns, and images in them"
     # `debug.assert_on_policy` has compared every token of every turn on the way.

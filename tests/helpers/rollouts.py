@@ -132,6 +132,12 @@ def tool_episode(
     )
 
 
+def summarized(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with a summary in the place of its first turn."""
+    first, *others = trajectory.turns
+    return Trajectory(turns=(dataclasses.replace(first, is_summary=True, replaced_tokens=9), *others))
+
+
 def write_recording(folder: Path, outcomes: Sequence[Rewarded], tokenizer: PreTrainedTokenizerFast) -> RunFolder:
     """Write step 7 of a run as the run would: its rollouts, and what the trainer says about the trained tokens."""
     tokenizer.save_pretrained(folder / "model")
@@ -161,7 +167,7 @@ def write_recording(folder: Path, outcomes: Sequence[Rewarded], tokenizer: PreTr
         for rollout, _ in outcomes
         if not (rollout.is_masked or rollout.is_baseline)
         for trajectory in rollout.trajectories
-        for tokens in [list(zip(trajectory.logprobs, trajectory.sampled, strict=True))]
+        for tokens in [list(zip(trajectory.logprobs, trajectory.trained, strict=True))]
     }
     write_trainer_logprobs(run.rollouts, 7, 0, trainers)
     return run
@@ -181,6 +187,7 @@ def recorded_episodes(tokenizer: PreTrainedTokenizerFast) -> list[Rewarded]:
     forked = tool_episode(
         tokenizer, hostile, query="x", result=HOSTILE, answer="no\u200bthing", forks_before=1, end="max_turns"
     )
+    forked = dataclasses.replace(forked, trajectories=tuple(map(summarized, forked.trajectories)))
     broken = episode(
         tokenizer,
         hostile,

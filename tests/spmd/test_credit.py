@@ -132,7 +132,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def numbers_of_loss_tokens() -> dict[Place, int]:
     return {
-        (one.index, part): 0 if one.index == MASKED else sum(trajectory.sampled)
+        (one.index, part): 0 if one.index == MASKED else sum(trajectory.trained)
         for one in random_episodes(GROUPS, GROUP_SIZE, weight=WEIGHT)
         for part, trajectory in enumerate(one.rollout.trajectories)
     }

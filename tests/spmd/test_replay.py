@@ -115,7 +115,7 @@ def test_the_mismatch_that_is_kept_for_each_token_is_the_one_reported(folder: Pa
     mismatch = []
     for rollout, _ in (outcome for part in parts for outcome in part.outcomes):
         (trajectory,) = rollout.trajectories
-        logprobs, sampled = torch.tensor(trajectory.logprobs), torch.tensor(trajectory.sampled)
+        logprobs, sampled = torch.tensor(trajectory.logprobs), torch.tensor(trajectory.trained)
         kept = trainers[collected.index_of(rollout), trajectory.token_ids]
         assert torch.equal(kept.isnan(), ~sampled)
         mismatch.append((kept - logprobs)[sampled])

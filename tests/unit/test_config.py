@@ -553,6 +553,9 @@ BROKEN: dict[str, tuple[str, ...]] = {
         'environment.source={kind="agent",command=["a"]}',
         "environment.history=template",
     ),
+    "contexts_are_rendered": (CLASS, 'environment.context={kind="truncate"}'),
+    "summaries_are_shorter": (CLASS, 'environment.context={kind="summary",max_tokens=8,max_summary_tokens=8}'),
+    "summaries_have_room": (CLASS, 'environment.context={kind="summary",max_tokens=8,max_summary_tokens=4}'),
     "attempts_need_items": ('environment.source={kind="reasoning_gym"}',),
 }
 

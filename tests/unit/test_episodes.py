@@ -6,12 +6,22 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from spmdrl.algo.metrics import scalars
 from spmdrl.algo.seeds import mix, rollout_seed, turn_seed
-from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
+from spmdrl.config.environment import (
+    ClassEnvironment,
+    ContextConfig,
+    EnvironmentConfig,
+    NotesContext,
+    SummaryContext,
+    TruncateContext,
+)
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
@@ -19,7 +29,10 @@ from spmdrl.rollout.episode import EnvContext, Episode, EpisodeState
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
-from spmdrl.types import Prompt, Request, Response, Rollout, Span
+from spmdrl.step.batch import to_sequences
+from spmdrl.step.rewards import state_of
+from spmdrl.step.samples import episode_metrics
+from spmdrl.types import Prompt, Request, Response, RewardedRollout, RewardOutcome, Rollout, Span
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.episodes import reloaded
 from tests.helpers.fake_engine import FakeEngine
@@ -74,7 +87,7 @@ def test_tokens_are_the_turns_end_to_end() -> None:
             assert request.prompt_ids == so_far + turn.context_ids
             so_far = request.prompt_ids + turn.response.token_ids
         assert so_far == trajectory.token_ids
-        assert [token for token, is_sampled in zip(so_far, trajectory.sampled, strict=True) if is_sampled] == [
+        assert [token for token, is_sampled in zip(so_far, trajectory.trained, strict=True) if is_sampled] == [
             token for response in rollout.responses for token in response.token_ids
         ]
         assert rollout.environment_reward == sum(0.5 * number for number in range(len(trajectory.turns)))
@@ -239,15 +252,127 @@ def test_a_users_greeting_continues_the_prompts_message(monkeypatch: pytest.Monk
         assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 9)
 
 
-def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been() -> None:
+SUMMARY = SummaryContext(
+    kind="summary", max_tokens=60, max_summary_tokens=30, keep_turns=1, request=" 71", heading=" 70 "
+)
+NOTES = NotesContext(kind="notes", pattern=r"(\b[1-4]\d\b)", heading=" 70 ")
+TRUNCATE = TruncateContext(kind="truncate", max_tokens=30, placeholder="72")
+
+
+def rewriting(context: ContextConfig) -> EnvContext:
+    """Episodes of twelve turns whose conversations are rewritten."""
+    return world_of(never_done, cfg=cfg_with(history="template", context=context, max_turns=12))
+
+
+def test_a_summary_takes_the_place_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    engine = stopping()
+    rollouts = rollouts_of(engine, rewriting(SUMMARY))
+    for (prompt_id, sample_index), rollout in rollouts.items():
+        seed = rollout_seed(5, 1, prompt_id, sample_index)
+        assert rollout.end == "max_turns" and len(rollout.trajectories) > 1
+        assert sum(not turn.is_summary for turn in rollout.turns) == 12
+        for number, turn in enumerate(rollout.turns):  # its seed is its own
+            assert engine.requests[turn_seed(seed, number)].max_response_tokens <= (30 if turn.is_summary else 40)
+        for before, after in itertools.pairwise(rollout.trajectories):
+            *turns, summary = before.turns
+            assert summary.is_summary and not any(turn.is_summary for turn in turns)
+            assert summary.context_ids[-4:] == (1, 7, 71, 3) and summary.observation is None
+            acted, first = turns[-1], after.turns[0]
+            assert first.context_ids == (
+                *rollout.prompt.token_ids,
+                70,
+                *summary.response.token_ids,
+                *acted.response.token_ids,
+                *(1, 7, 3),
+            )
+            read = before.token_ids[: -len(summary.response.token_ids)]
+            assert first.replaced_tokens == len(read) - 1 > len(first.context_ids)  # without the request
+            assert len(read) - 1 - len(rollout.prompt.token_ids) > SUMMARY.max_tokens
+    metrics = scalars(episode_metrics(rollouts.values()))
+    assert metrics["episode/compactions"] == sum(len(r.trajectories) - 1 for r in rollouts.values()) / 16
+    assert metrics["episode/turns"] == 12
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_summary_is_trained_as_it_was_sampled_or_not_at_all(
+    is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    context = SUMMARY.model_copy(update={"train_summaries": is_trained})
+    for rollout in rollouts_of(stopping(), rewriting(context)).values():
+        outcome = RewardOutcome(reward=1.0, parts={})
+        mesh: Any = SimpleNamespace(size=lambda: 1)
+        sequences = to_sequences([RewardedRollout(index=0, rollout=rollout, outcome=outcome)], mesh, turn_weight=1.0)
+        for trajectory, sequence in zip(rollout.trajectories, sequences, strict=True):
+            assert sequence.token_ids == trajectory.token_ids
+            for turn, span in zip(trajectory.turns, sequence.turns, strict=True):
+                here = slice(span.start, span.end)
+                chosen = is_trained or not turn.is_summary
+                assert sequence.token_ids[here] == turn.response.token_ids
+                assert set(sequence.loss_mask[here]) == {chosen}
+                assert sequence.rollout_logprobs[here] == (
+                    turn.response.logprobs if chosen else (0.0,) * len(turn.response.token_ids)
+                )
+                assert (span.state == state_of(Observation(state="a summary is asked for"))) == turn.is_summary
+        assert sum(sum(s.loss_mask) for s in sequences) == sum(
+            len(turn.response.token_ids) for turn in rollout.turns if is_trained or not turn.is_summary
+        )
+        assert sum(span.reward for s in sequences for span in s.turns) == rollout.environment_reward
+
+
+def test_a_summary_that_is_too_long_fails_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    for settings, reason in (
+        ({"max_tokens": 2, "max_summary_tokens": 1}, "a summary was cut off after 1 tokens"),
+        ({"max_tokens": 31, "heading": f" {'70 ' * 60}"}, "which is no less"),
+    ):
+        context = SUMMARY.model_copy(update=settings)
+        rollouts = rollouts_of(stopping(), rewriting(context)).values()
+        failed = [rollout for rollout in rollouts if rollout.failure is not None]
+        assert failed and {rollout.end for rollout in failed} == {"summary"}
+        assert all(reason in str(rollout.failure) and not rollout.is_masked for rollout in failed)
+
+
+def test_notes_and_placeholders_stay_of_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
+    for rollout in rollouts_of(stopping(), rewriting(NOTES)).values():
+        assert len(rollout.trajectories) == 12 - 1  # the second response still sees the whole first turn
+        for place, trajectory in enumerate(rollout.trajectories[1:], start=1):
+            notes = [token for turn in rollout.turns[:place] for token in turn.response.token_ids if 10 <= token < 50]
+            (turn,) = trajectory.turns
+            last = rollout.turns[place].response.token_ids
+            assert turn.context_ids == (*rollout.prompt.token_ids, *([70, *notes] if notes else []), *last, 1, 7, 3)
+    for rollout in rollouts_of(stopping(), rewriting(TRUNCATE)).values():
+        assert len(rollout.trajectories) > 1
+        for trajectory in rollout.trajectories[1:]:
+            hidden = trajectory.turns[0].context_ids.count(72)
+            place = rollout.turns.index(trajectory.turns[0])
+            assert hidden == place - 1  # all but the last
+            said = [(1, 72, 3)] * hidden + [(1, 7, 3)]
+            answers = [turn.response.token_ids for turn in rollout.turns[:place]]
+            parts = itertools.chain.from_iterable(zip(answers, said, strict=True))
+            assert trajectory.turns[0].context_ids == (*rollout.prompt.token_ids, *itertools.chain(*parts))
+
+
+@pytest.mark.parametrize("context", [None, SUMMARY, NOTES, TRUNCATE])
+def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been(
+    context: ContextConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Aborted after every few tokens, written to JSON, and read again, each time with another client."""
-    expected = rollouts_of(stopping(), world_of())
-    groups = [PromptGroup.opened(prompt, SAMPLING, world_of(), step=1, run_seed=5) for prompt in PROMPTS]
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats() if context else PROMPTS)
+    opened = partial(rewriting, context) if context else world_of
+    expected = rollouts_of(stopping(), opened())
+    groups = [PromptGroup.opened(prompt, SAMPLING, opened(), step=1, run_seed=5) for prompt in PROMPTS]
     finished: dict[tuple[int, int], Rollout] = {}
-    rounds = 0
+    rounds = num_cut_summaries = 0
     while any(group.unfinished for group in groups):
         rounds += 1
-        world = world_of(delay_s=lambda seed: 0.002 * (seed % 3))
+        num_cut_summaries += sum(
+            bool(one.response.token_ids) and one.is_summarizing for g in groups for one in g.episodes
+        )
+        world = opened()
+        client_of(world).delay_s = lambda seed: 0.002 * (seed % 3)
         groups = [
             PromptGroup.restored(reloaded(group), prompt, SAMPLING, world)
             for group, prompt in zip(groups, PROMPTS, strict=True)
@@ -257,7 +382,7 @@ def test_an_episode_that_is_interrupted_and_saved_goes_on_as_if_it_had_not_been(
         EpisodeScheduler(cast(Any, engine)).run(
             episodes, lambda episode: finished.update({key_of(episode): episode.rollout()})
         )
-    assert rounds > 3
+    assert rounds > 3 and (num_cut_summaries > 0) == (context is SUMMARY)
     assert without_versions(finished) == without_versions(expected)
 
 

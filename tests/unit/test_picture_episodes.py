@@ -126,7 +126,7 @@ class Stage:
         for trajectory in trajectories:
             placeholders = [place for image in trajectory.images for place in range(image.start, image.end)]
             places = [place for place, token in enumerate(trajectory.token_ids) if token == IMAGE]
-            sampled = {place for place, chosen in enumerate(trajectory.sampled) if chosen}
+            sampled = {place for place, chosen in enumerate(trajectory.trained) if chosen}
             assert [place for place in places if place not in sampled] == placeholders
             if sampled & set(places):
                 continue
