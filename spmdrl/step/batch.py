@@ -103,10 +103,10 @@ def to_sequences(
 
 
 def _routes_of(trajectory: Trajectory, rollout: Rollout) -> Tensor | None:
-    """Return the routes of a trajectory's tokens; raises UserError when those of one are missing that its sampled
+    """Return the routes of a trajectory's tokens; raises UserError when those of one are missing that its trained
     tokens depend on: all but the last."""
-    routes, sampled = trajectory.routes, trajectory.sampled
-    num_needed = len(sampled) - 1 - sampled[::-1].index(True) if True in sampled and not rollout.is_masked else 0
+    routes, trained = trajectory.routes, trajectory.trained
+    num_needed = len(trained) - 1 - trained[::-1].index(True) if True in trained and not rollout.is_masked else 0
     num_known = int((routes[:num_needed] >= 0).flatten(1).all(1).sum()) if routes is not None else 0
     if num_known < num_needed:
         raise UserError(
