@@ -1,4 +1,4 @@
-"""The task of configs/demo-notes.toml: say at the end which number was in the box, of which only a note is left by then."""
+"""The task of configs/demo-notes.toml: say at the end which number was in a box, when only a note of it is left."""
 
 import random
 
