@@ -6,7 +6,7 @@ A `Run` goes into constructors. Phases and maths get the values they need, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,23 @@ class Inputs:
     # Of the device of a rank that trains; None for a run without an engine, and where there is no device.
     memory: MemoryPlan | None
     phases: list[PhaseMemory]  # what each phase is predicted to hold
+
+
+class Callback:
+    """Calls of a script's own at the edges of a run; see `spmdrl/trainer.py`.
+
+    Every rank calls it with the same values. One that raises StopRequested on all of them ends the run as if it had
+    been asked to stop; anything else that it raises ends the run as an error.
+    """
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called when a step is done, with its row of metrics.jsonl."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after an evaluation of the weights after this step; 0 is before the first."""
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """Called when a checkpoint has been copied; it is written into this folder in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +155,7 @@ class Launch(Run[SettingsT]):
     resume_point: checkpoint.ResumePoint
     reward_client: RewardClient | None  # None: nothing is sampled, so nothing is rewarded
     exits: ExitStack  # closed when the run ends, however it ends
+    callbacks: Sequence[Callback] = ()
 
     @property
     def plan(self) -> Plan:
@@ -200,7 +218,9 @@ def owning(folder: Path, world: World, mesh: DeviceMesh, *, instead: str = "") -
 
 
 @contextmanager
-def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[Launch[SettingsT]]:
+def open_launch(
+    cfg: SettingsT, inputs: Inputs, folder: RunFolder, *, callbacks: Sequence[Callback] = ()
+) -> Iterator[Launch[SettingsT]]:
     """Open a run to train it, from the checkpoint that `[resume]` chooses.
 
     Whatever goes wrong while it is open is reported before anything is closed.
@@ -239,4 +259,5 @@ def open_launch(cfg: SettingsT, inputs: Inputs, folder: RunFolder) -> Iterator[L
                 resume_point=resume_point,
                 reward_client=reward_client,
                 exits=exits,
+                callbacks=callbacks,
             )

@@ -220,3 +220,4 @@ class _Collector(FileModel):
     sampling: dict[str, Any]
     carried: list[dict[str, Any]]
     ahead: dict[str, Any] | None = None  # rollouts of the next step, which engines had sampled
+    curriculum: dict[str, Any] = Field(default_factory=dict)

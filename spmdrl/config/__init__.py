@@ -3,10 +3,11 @@
 The attribute docstrings of the tables are the configuration reference: `docs/configuration.md` is generated from them.
 """
 
-from spmdrl.config import distill_rules, rules  # noqa: F401 (rules hold once they are imported)
+from spmdrl.config import curriculum_rules, distill_rules, rules  # noqa: F401 (rules hold once they are imported)
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
 from spmdrl.config.answers import PairsConfig, PreferenceFile
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
+from spmdrl.config.curriculum import CurriculumConfig, GateConfig
 from spmdrl.config.data import (
     DataConfig,
     EvalConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "CriticConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DebugConfig",
     "DistillConfig",
@@ -65,6 +67,7 @@ __all__ = [
     "FileData",
     "FileSettings",
     "FunctionReward",
+    "GateConfig",
     "HeldOutConfig",
     "HeldOutPromptsConfig",
     "LoraConfig",

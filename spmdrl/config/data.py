@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from spmdrl.config.base import Coefficient, Count, NonNegativeInt, PathText, Positive, Section, rule
+from spmdrl.config.curriculum import CurriculumConfig
 
 
 def _on_one_line(name: str) -> str:
@@ -42,6 +43,9 @@ class FileData(FileSettings):
     """The reference answer that rewards compare with; "" when the data has none."""
     response_column: str | None = None
     """The response to imitate, for supervised fine-tuning."""
+    order_column: str | None = None
+    """A column with numbers, such as a difficulty: every pass takes the rows from the smallest number to the largest,
+    and shuffles those that are equal. Unset: every pass shuffles all of them."""
 
 
 def _bounded_widths(template: str) -> str:
@@ -98,6 +102,8 @@ class PromptsConfig(Section):
 class DataConfig(PromptsConfig):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
     """Sources of the training prompts."""
+    curriculum: CurriculumConfig | None = None
+    """Which of the training prompts are taken. Unset: all, in turn. See `docs/data.md`."""
 
 
 class HeldOutPromptsConfig(Section):

@@ -110,10 +110,10 @@ class FileSource:
         self.task = cfg.task
         self.path = cfg.path
         self._cfg, self._form = cfg, form
+        self._order_column = cfg.order_column if isinstance(cfg, FileData) else None
         self._seed = seed
         self._rows = open_rows(cfg.kind, cfg.path)
-        self._places = array("Q", (place for place, _ in self._scan()))
-        self._orders: dict[int, array[int]] = {}
+        self._select(lambda _: True)
         if not self._places:
             raise UserError(f"{cfg.path} has no rows")
 
@@ -132,15 +132,33 @@ class FileSource:
     def keep(self, wanted: Callable[[Row], bool]) -> FileSource:
         """Return a source of those rows of the file that are wanted."""
         selected = copy.copy(self)
-        selected._places = array("Q", (place for place, row in self._scan() if wanted(row)))
-        selected._orders = {}
+        selected._select(wanted)
         if not selected._places:
             raise UserError(f"{self.path} has {len(self._places)} rows, and every one of them is held out or too long")
         return selected
 
+    def item(self, index: int) -> tuple[int, int]:
+        """Return (which of the rows `index` is, the pass over the file that takes it)."""
+        epoch, number = divmod(index, len(self._places))
+        return self._order(epoch)[number], epoch
+
     def in_file_order(self) -> Iterator[Row]:
         """Yield every row once, each read when it is asked for."""
         return (row for _, row in self._scan())
+
+    def _select(self, wanted: Callable[[Row], bool]) -> None:
+        self._places, self._ranks = array("Q"), array("d")
+        self._orders: dict[int, array[int]] = {}
+        for place, row in self._scan():
+            if wanted(row):
+                self._places.append(place)
+                if self._order_column is not None:
+                    self._ranks.append(_rank(row, self._order_column))
+        if len(self._ranks) > 1 and min(self._ranks) == max(self._ranks):
+            raise UserError(
+                f'{self.path}: order_column = "{self._order_column}" is {self._ranks[0]:g} in every row, which is no '
+                "order; name another column, or remove it"
+            )
 
     def _scan(self) -> Iterator[tuple[int, Row]]:
         """Yield all rows of the file with their places, in its order."""
@@ -158,9 +176,16 @@ class FileSource:
         if epoch not in self._orders:
             order = array("Q", range(len(self._places)))
             random.Random(mix(self._seed, epoch)).shuffle(order)
+            if self._ranks:
+                order = array("Q", sorted(order, key=self._ranks.__getitem__))  # stable: equal ones stay shuffled
             # A slice may cross from one epoch to the next; older orders are cheap to compute again.
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch]
+
+
+def _rank(row: Row, column: str) -> float:
+    with in_row(row.where):
+        return _number(_column(dict(row.metadata), "order_column", column, "it", remedy=""), column, "it")
 
 
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:

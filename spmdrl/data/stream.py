@@ -69,6 +69,21 @@ class Turns:
         source, earlier = self._turns[place]
         return source, cycle * self._weights[source] + earlier
 
+    def covering(self, numbers: Sequence[int]) -> int:
+        """Return how many turns give each source at least its number."""
+        cycles = max(-(-number // weight) for number, weight in zip(numbers, self._weights, strict=True))
+        return cycles * self._period
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A prompt of the stream before it is read."""
+
+    source: int  # its place in the settings
+    task: str
+    row: int | None  # of a file; None for one that is generated, and never comes again
+    epoch: int  # passes over the file before this one
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -196,6 +211,28 @@ class PromptStream:
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts `start` to `start + count - 1` of the stream, whose images are then in the run's store."""
         return [self._prompt_and_row(index)[0] for index in range(start, start + count)]
+
+    def item(self, index: int) -> Item:
+        """Return what prompt `index` is, without reading it."""
+        place, number = self._turns.at(index)
+        source = self._sources[place]
+        row, epoch = source.item(number) if isinstance(source, FileSource) else (None, 0)
+        return Item(place, source.task, row, epoch)
+
+    def metadata(self, index: int) -> dict[str, Any]:
+        """Return the columns of prompt `index` that have no other use."""
+        place, number = self._turns.at(index)
+        return self._sources[place].row(number).metadata
+
+    @property
+    def num_rows(self) -> list[int | None]:
+        """The rows of each source before they repeat; None for one that generates them."""
+        return [source.num_rows for source in self._sources]
+
+    @property
+    def lap(self) -> int:
+        """Prompts of the stream in which every row of every file comes at least once."""
+        return self._turns.covering([rows or 1 for rows in self.num_rows])
 
     def restore(self, prompt: Prompt) -> None:
         """Put the images of a prompt of this stream into the node's store again, unless they are there.

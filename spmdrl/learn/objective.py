@@ -170,11 +170,13 @@ class PolicyObjective:
         correction: CorrectionConfig = NO_CORRECTION,
         mismatch: MismatchConfig = USUAL_MISMATCH,
         distill: DistillConfig | None = None,
+        function: Callable[..., Any] | None = None,
     ) -> None:
-        """`coefficients` are those of `coefficients.py`, which may change from step to step."""
+        """`coefficients` are those of `coefficients.py`, which may change from step to step. `function` is a policy
+        loss in the place of the one that `loss` names."""
         self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
         self._distill = distill
-        self._policy_loss = policy_loss_function(loss)
+        self._policy_loss = policy_loss_function(loss) if function is None else partial(_users_loss, function, loss)
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         mask, logprobs = micro_batch.loss_mask, outputs.logprobs

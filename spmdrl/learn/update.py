@@ -9,7 +9,7 @@ and the backward pass of context and tensor parallelism gives each its part of t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.correction import effective_fraction, worst_of
 from spmdrl.learn.learner import Learner
-from spmdrl.learn.objective import Objective
+from spmdrl.learn.objective import Objective, ObjectiveFunction
 from spmdrl.learn.optim import set_learning_rates
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
@@ -72,8 +72,16 @@ def measure(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes) -> 
     return merge_all(metrics) if meshes.is_data_leader else {}
 
 
+@dataclass(slots=True)
+class Accumulated:
+    """Results of the backward passes before an optimizer step, besides gradients, on this rank."""
+
+    losses: list[Tensor] = field(default_factory=list)  # [] each, of micro-batches
+    metrics: list[dict[str, Deferred]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
-class _Result:
+class Result:
     """The result of one optimizer step."""
 
     metrics: Metrics
@@ -82,32 +90,45 @@ class _Result:
 
 def _optimizer_step(
     learner: Learner, mini_batch: MiniBatch, meshes: Meshes, *, step: int, number: int, is_first: bool
-) -> _Result:
-    """Run forward and backward on this rank's micro-batches, check the limits, then take the step.
+) -> Result:
+    learner.optimizer.zero_grad(set_to_none=True)
+    done = Accumulated()
+    forward_backward(learner, learner.objective, mini_batch, meshes, done)
+    return optimizer_step(learner, done, meshes, step=step, number=number, is_first=is_first)
 
-    `number` counts the run's optimizer steps from 1; `is_first` is True for the step's first update.
-    """
-    device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
-    area, where = learner.area, f"step {step}, update {number}"
-    losses: list[Tensor] = []
-    parts: list[dict[str, Deferred]] = []
-    clear_gradients = partial(optimizer.zero_grad, set_to_none=True)
-    clear_gradients()
+
+def forward_backward(
+    learner: Learner, objective: ObjectiveFunction, mini_batch: MiniBatch, meshes: Meshes, done: Accumulated
+) -> None:
+    """Add the gradients of this rank's micro-batches to those that are there; every rank that trains must call this."""
+    device, scale = torch.device(meshes.training.device_type), learner.loss_scale.scale
     with learner.model.summing_gradients():
         for micro_batch in mini_batch:
             on_device = micro_batch.to(device)
-            result = learner.objective(learner.model(micro_batch), on_device)
+            result = objective(learner.model(micro_batch), on_device)
             (result.loss_sum * scale).backward()
-            losses.append(result.loss_sum.detach())
-            parts.append(_reduced(result, on_device))
+            done.losses.append(result.loss_sum.detach())
+            done.metrics.append(_reduced(result, on_device))
 
+
+def optimizer_step(
+    learner: Learner, done: Accumulated, meshes: Meshes, *, step: int, number: int, is_first: bool
+) -> Result:
+    """Check the limits, then take an optimizer step with the gradients that are there, and clear them.
+
+    `number` counts the run's optimizer steps from 1; `is_first` is True for the step's first update. Every rank that
+    trains must call this. Raises TrainingDiverged on all of them, as `update`.
+    """
+    device, optimizer, scale = torch.device(meshes.training.device_type), learner.optimizer, learner.loss_scale.scale
+    area, where = learner.area, f"step {step}, update {number}"
+    clear_gradients = partial(optimizer.zero_grad, set_to_none=True)
     # Ranks of a share computed the same loss: each of the n adds an nth, so that the sum over all ranks counts it once.
-    local_loss = torch.stack(losses).sum() / meshes.ranks_per_share
+    local_loss = torch.stack(done.losses).sum() / meshes.ranks_per_share
     local_square = _squared_norm(learner.model, num_ranks=meshes.training.size(), device=device)
     loss, squared_norm = sum_over(meshes.training, torch.stack([local_loss, local_square])).tolist()
     grad_norm = math.sqrt(squared_norm) / scale
     rates = set_learning_rates(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
-    metrics = merge_all(fetched(parts)) | {f"{area}/loss": Mean(loss, 1.0)}
+    metrics = merge_all(fetched(done.metrics)) | {f"{area}/loss": Mean(loss, 1.0)}
     metrics |= {_rate_name(area, pattern): Mean(rate, 1.0) for pattern, rate in rates.items()}
     metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
@@ -118,12 +139,12 @@ def _optimizer_step(
         raise TrainingDiverged(f"{where}: the loss is {loss}; no weights were changed")
     if beyond_kl_limit:
         clear_gradients()
-        return _Result(metrics, beyond_kl_limit=True)
+        return Result(metrics, beyond_kl_limit=True)
     if not math.isfinite(grad_norm):
         if not learner.loss_scale.overflowed():
             raise TrainingDiverged(f"{where}: the gradient norm is {grad_norm}; no weights were changed")
         clear_gradients()
-        return _Result(metrics | {f"{area}/overflow_fraction": Mean(1.0, 1.0)})
+        return Result(metrics | {f"{area}/overflow_fraction": Mean(1.0, 1.0)})
 
     # One factor clips the gradients and takes the loss scale off them again.
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
@@ -135,7 +156,7 @@ def _optimizer_step(
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
         metrics |= {f"{area}/overflow_fraction": Mean(0.0, 1.0), f"{area}/loss_scale": Mean(scale, 1.0)}
-    return _Result(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
+    return Result(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
 
 
 def _rate_name(area: str, pattern: str | None) -> str:

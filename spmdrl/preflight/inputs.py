@@ -75,6 +75,7 @@ from spmdrl.preflight.reward_models import model_terms, open_reward_model, open_
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.report.sinks import sink_problems
+from spmdrl.rollout.curriculum import curriculum_problems
 from spmdrl.rollout.files import held_out_before
 from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs, kernel_of_run
@@ -110,6 +111,7 @@ def open_inputs(
         _folder_problems,
         _reward_file_problems,
         _sink_problems,
+        _curriculum_problems,
         _engine_class_problems,
     ):
         found.ask(problems, cfg)
@@ -382,6 +384,10 @@ def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
 
 def _sink_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     return sink_problems(cfg.report.sinks.by_kind)
+
+
+def _curriculum_problems(cfg: Config | TuningConfig) -> Iterator[str]:
+    yield from curriculum_problems(cfg.data.curriculum) if isinstance(cfg, Config) else ()
 
 
 def _reward_file_problems(cfg: Config | TuningConfig) -> Iterator[str]:

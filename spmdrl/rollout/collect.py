@@ -23,6 +23,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.clock import TokenClock, VirtualClock
+from spmdrl.rollout.curriculum import MEASUREMENTS, NOTHING_MEASURED, Measurements
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
 from spmdrl.rollout.tickets import OwnTickets, SharedTickets, StaticTickets, Tickets
@@ -58,6 +59,7 @@ class _Progress:
     cursor: int = 0  # the first prompt of the stream that no step has used
     carried: tuple[PromptGroup, ...] = ()  # this rank's groups that go on in the next step; they stay as they are
     everyones: frozenset[int] = frozenset()  # prompt ids of those of all ranks
+    measured: Measurements = NOTHING_MEASURED  # what a curriculum goes by
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Collector:
         each step, in JSON's types, on the first rank."""
         self._place, self._source, self._rules = place, source, rules
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
+        self._curriculum = source.curriculum
         self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
 
     def collect(self, step: int) -> Collected:
@@ -133,16 +136,19 @@ class Collector:
         self._sample(part, tickets, step)
         for group in [*stale, *([] if rules.carries_over else part.left)]:
             group.close()
-        summaries = gather_objects(self._place.mesh, part.summary())
+        rates = self._curriculum.rates([*part.accepted, *part.dropped])
+        summaries = gather_objects(self._place.mesh, part.summary(rates))
         if self._place.engine.leads and self._place.index == 0:
             tickets.close()
             self._record(step, _schedule(summaries))
 
+        num_tickets = max(summary.tickets_end for summary in summaries)
+        cursor = window.positions[num_tickets - 1] + 1 if num_tickets else first
         now = _Progress(
-            cursor=first
-            + (rules.groups_per_step if rules.oldest_first else max(summary.tickets_end for summary in summaries)),
+            cursor=first + rules.groups_per_step if rules.oldest_first else cursor,
             carried=tuple(sorted(part.left, key=prompt_id_of)) if rules.carries_over else (),
             everyones=frozenset(i for summary in summaries for i in summary.left if rules.carries_over),
+            measured=self._curriculum.after(before.measured, [rate for one in summaries for rate in one.rates]),
         )
         self._after = {step - 1: before, step: now}
         if shortfall := _shortfall(step, summaries, rules):
@@ -151,7 +157,8 @@ class Collector:
         everyones = sorted(prompt_id for summary in summaries for prompt_id in summary.accepted)
         return Collected(
             pending=[pending for group in accepted for pending in group.pending_rollouts()],
-            metrics=_metrics(part, stale, rules, step=step, reports_wanted=self._place.mesh.get_local_rank() == 0),
+            metrics=_metrics(part, stale, rules, step=step, reports_wanted=self._place.mesh.get_local_rank() == 0)
+            | self._curriculum.metrics(now.measured, first, cursor),
             places={prompt_id: place for place, prompt_id in enumerate(everyones)},
             group_size=source.sampling.group_size,
         )
@@ -179,7 +186,12 @@ class Collector:
         progress = self._after[step]
         groups = gather_objects(self._place.mesh, [SAVED_GROUP.dump(group.saved()) for group in progress.carried])
         carried = sorted((group for part in groups for group in part), key=lambda group: group["prompt_id"])
-        return {"cursor": progress.cursor, "sampling": self._shared_settings(), "carried": carried}
+        return {
+            "cursor": progress.cursor,
+            "sampling": self._shared_settings(),
+            "carried": carried,
+            "curriculum": MEASUREMENTS.dump(progress.measured),
+        }
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
         """Go on after `step` from a saved state. None means that none was saved: every step so far used exactly the
@@ -187,7 +199,9 @@ class Collector:
         if saved is None:
             self._after = {step: _Progress(cursor=step * self._rules.groups_per_step)}
             return
-        self._after = {step: _Progress(cursor=saved["cursor"])}
+        with as_written(f"collector.json of step {step}", "a run"):
+            measured = MEASUREMENTS.load(saved.get("curriculum", {}))
+        self._after = {step: _Progress(cursor=saved["cursor"], measured=measured)}
         if saved.get("ahead") is not None:
             self._message(f"the checkpoint holds rollouts of step {step + 1} by older weights; they are sampled again")
         groups = saved["carried"]
@@ -220,7 +234,7 @@ class Collector:
             engines = [place % self._place.count for place in range(len(ids))]
         mine = (group for group, engine in zip(everyones, engines, strict=True) if engine == self._place.index)
         carried = tuple(mine) if self._place.engine.leads else ()
-        self._after = {step: _Progress(cursor=cursor, carried=carried, everyones=frozenset(ids))}
+        self._after = {step: _Progress(cursor, carried, frozenset(ids), measured)}
 
     def _restored(self, saved: SavedGroup, step: int) -> PromptGroup:
         (prompt,) = self._source.prompts.take(saved.prompt_id, 1)
@@ -253,7 +267,7 @@ class Collector:
     def _window(self, first: int, before: _Progress) -> _Window:
         rules = self._rules
         if not rules.oldest_first:
-            return _Window(first, range(first, first + rules.max_groups), None)
+            return _Window(first, self._curriculum.positions(first, rules.max_groups, before.measured), None)
         ahead = range(first, first + rules.groups_per_step + rules.extra_groups)
         return _Window(first, [i for i in ahead if i not in before.everyones], rules.groups_per_step)
 

@@ -21,6 +21,7 @@ from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.clock import TokenClock
+from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
@@ -42,6 +43,7 @@ class CollectionRules:
     max_staleness: int = 1  # steps, of a group that is trained on
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
+    chooses_prompts: bool = False  # by a curriculum
     in_order: bool = False  # nothing depends on how long environments take
     max_open: int | None = None  # episodes of an engine that are open at once
 
@@ -53,7 +55,7 @@ class CollectionRules:
     @property
     def prompts_follow_from_step(self) -> bool:
         """True when every step uses exactly the prompts it wants, so that the step number alone gives them."""
-        return not self.drops_equal and not self.extra_groups
+        return not self.drops_equal and not self.extra_groups and not self.chooses_prompts
 
 
 def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
@@ -68,6 +70,7 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
         with_baseline=cfg.advantage.compares_with_greedy,
+        chooses_prompts=cfg.data.curriculum is not None,
         in_order=cfg.run.deterministic,
         max_open=cfg.environment.max_open if cfg.environment else None,
     )
@@ -94,6 +97,7 @@ class GroupSource:
     submit: Callable[[Rollout], Pending]  # starts to compute a rollout's reward
     env_context: EnvContext | None = None  # of episodes with an environment
     restore_images: RestoreImages | None = None  # called with the prompt of each request; None: there are no images
+    curriculum: InOrder = IN_ORDER  # which prompts are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class PartSummary:
     version: int  # of the weights
     tickets_end: int  # one past the highest ticket taken, 0 when there was none
     left: list[int]  # prompt ids
+    rates: Sequence[Success] = ()  # that a curriculum goes by
 
 
 class EnginePart:
@@ -170,8 +175,8 @@ class EnginePart:
         while not self._is_over() and any(map(self._is_due, self._undecided.values())):
             self._wait()
 
-    def summary(self) -> PartSummary:
-        """Summarize this part for the other ranks."""
+    def summary(self, rates: Sequence[Success] = ()) -> PartSummary:
+        """Summarize this part for the other ranks, with the success rates of its groups."""
         return PartSummary(
             accepted=[prompt_id_of(group) for group in self.accepted],
             num_dropped=len(self.dropped),
@@ -181,6 +186,7 @@ class EnginePart:
             version=self._engine.version,
             tickets_end=self.tickets_end,
             left=[prompt_id_of(group) for group in self.left],
+            rates=rates,
         )
 
     def _episodes(self) -> Iterator[Episode | None]:

@@ -15,6 +15,7 @@ from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
@@ -82,6 +83,7 @@ class LocalSampler(Sampler):
                 self._submit,
                 self._env_context,
                 self._restore,
+                curriculum_of(cfg, prompts),
             ),
             rules,
             store=None if cfg.run.deterministic else shared_store(),

@@ -167,14 +167,16 @@ class Steps(Generic[SettingsT]):
         )
         return values
 
-    def finish(self, step: int, values: dict[str, float]) -> None:
-        """Count the step as done; save and export where that is due, and stop if the ranks have agreed to."""
+    def finish(self, step: int, values: dict[str, float], *, save: bool = False) -> None:
+        """Count the step as done; save where that is due or asked for, export, and stop if the ranks have agreed to."""
         self._done, self._measured = step, values | self._evaluated
-        if self._run.plan.saves_after(step):
+        if save or self._run.plan.saves_after(step):
             self._save()
         if self._run.plan.exports_after(step):
             self._export(self._run.folder.hf_after(step), self._run.folder.adapter_after(step))
         self._report_memory()
+        for callback in self._run.callbacks:
+            callback.on_step(step, values)
         if self._stopping:
             raise StopRequested
 
@@ -192,6 +194,8 @@ class Steps(Generic[SettingsT]):
         found = self._measure()
         evaluated = scalars(merge_over(self._training, found.metrics))
         self._run.report.eval(step, evaluated, samples=found.samples)
+        for callback in self._run.callbacks:
+            callback.on_evaluation(step, evaluated)
         return evaluated
 
     def _answer_held_out(self) -> Evaluation:
@@ -209,6 +213,8 @@ class Steps(Generic[SettingsT]):
     def _save(self) -> None:
         with self._handover.training(), self._run.report.span("save"):
             self._saver.save(self._done, metrics=self._measured, collector=self._sampler.state(self._done))
+        for callback in self._run.callbacks:
+            callback.on_save(self._done, folder_of(self._run.folder.checkpoints, self._done))
 
     def _export(self, model: Path, adapter: Path) -> None:
         run = self._run

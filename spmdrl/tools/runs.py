@@ -159,15 +159,25 @@ def compare(argv: Sequence[str] | None = None) -> None:
     """Write the curves, final values and differing settings of runs as one page.
 
     Runs that differ by their seed alone are one line, with a band from the lowest to the highest of them. With
-    `--output` ending in .png it is a picture of the curves.
+    `--output` ending in .png it is a picture of the curves. With `--fit` it says what the first half of the evaluations
+    predicts of the last, by ScaleRL's sigmoid.
     """
     from spmdrl.report import comparison
 
     parser = _parser(compare, "runs", nargs="+")
     parser.add_argument(
+        "--fit", action="store_true", help="no page: fit the first half of each run's evaluations, and predict the last"
+    )
+    parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("compare.html"), help="default: %(default)s"
     )
     given = parser.parse_args(argv)
+    if given.fit:
+        from spmdrl.report.forecast import forecast_lines
+
+        for path in given.runs:
+            say("\n".join(forecast_lines(read_steps(path), path)))
+        return
     compared = comparison.compare([read_steps(path) for path in given.runs])
     with writing(given.output):
         if given.output.suffix == ".png":

@@ -16,7 +16,16 @@ from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import assert_same_weights, launch, rows, sample_rows, steady_rows, torchrun
+from tests.helpers.small_run import (
+    assert_same_weights,
+    launch,
+    rows,
+    sample_rows,
+    steady_rows,
+    sums_from_files,
+    torchrun,
+    write_small_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +285,42 @@ def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layo
         for name in ("reward/mean", "rollout/response_tokens", "update/loss", "update/grad_norm", "batch/loss_tokens"):
             if name in one:
                 assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (layout, one["step"], name)
+
+
+@pytest.mark.slow
+def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("curriculum")
+    tables = sums_from_files(folder)
+    tables["data"] |= {"curriculum": {"kind": "band", "low": 0.3, "high": 0.9, "explore": 0.2}}
+    write_small_run(
+        folder,
+        model={"num_layers": 1},
+        run={"num_steps": 16},  # passes over 90 rows, 8 in a step
+        report={"samples_per_step": 100, "tensorboard": False},
+        loss={"updates_per_step": 1, "kl_coef": 0.0},
+        optim={"lr": 1e-4},  # so slow that a last bit changes no token
+        eval=None,
+        export={"at_end": False},
+        reward={"terms": [{"kind": "function", "function": f"{folder}/reward.py:digits"}], "kl_coef": 0.0},
+        checkpoint={"every": 13},
+        data=tables["data"],
+    )
+    (folder / "reward.py").write_text(
+        "def digits(*, prompt, response, answer, metadata):\n    return float(sum(map(str.isdigit, response)) > 1)\n"
+    )
+    launch(folder, 1, "run.name=alone")
+    launch(folder, 2, "run.name=pair")
+    launch(folder, 2, "run.name=stopped", "run.num_steps=13")
+    launch(folder, 1, "run.name=stopped")
+
+    def prompts(name: str) -> list[list[int]]:
+        samples = [row for row in sample_rows(folder / "runs" / name) if "prompt_id" in row]
+        return [sorted({row["prompt_id"] for row in samples if row["step"] == step}) for step in range(1, 17)]
+
+    expected = prompts("alone")
+    assert prompts("pair") == prompts("stopped") == expected
+    assert expected[0] == list(range(8)) and expected[-1][-1] > 16 * 8 + 8, "nothing was passed over"
+    last = rows(folder / "runs/alone")[-1]
+    assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1

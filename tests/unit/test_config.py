@@ -445,6 +445,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "distilled_groups_are_not_dropped": (*DISTILL, "rollout.dynamic_sampling=true"),
     "something_is_trained": ("advantage.estimator=none",),
     "nothing_is_compared_without_rewards": (*DISTILL, "reward.terms=[]"),
+    "curricula_have_a_signal": ("data.curriculum.kind=band", "reward.terms=[]"),
+    "gates_name_sources": ('data.curriculum.gates=[{opens="x",after="default",success=0.5}]',),
     "checkpoint_every_layers_needs_checkpointing": ("model.checkpoint_every_layers=2",),
     "adapters_have_no_dropout": ("lora.dropout=0.1",),
     "adapters_have_no_magnitudes": ("lora.use_dora=true",),

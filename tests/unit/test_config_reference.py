@@ -36,7 +36,7 @@ def test_settings_reach_into_arrays_of_tables() -> None:
 def test_values_defaults_and_bounds_are_told_in_words() -> None:
     # Of settings that are called the same, the first.
     rows = {line.split("`")[1]: line for line in reversed(reference().splitlines()) if line.startswith("| `")}
-    assert "| text | required |" in rows["function"]
+    assert "| text | required |" in rows["opens"]
     assert "| whole number, at least 1 | required |" in rows["group_size"]
     assert "| number, above 0 | required |" in rows["lr"]
     assert "| list of 2: number, at least 0, below 1 | `[0.9, 0.999]` |" in rows["betas"]

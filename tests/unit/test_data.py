@@ -14,11 +14,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import DataConfig, FileData, HeldOutConfig, ReasoningGymData
+from spmdrl.config import FileData, HeldOutConfig, ReasoningGymData
 from spmdrl.data import rows, sources, stream
 from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
 from spmdrl.data.stream import (
@@ -33,6 +31,7 @@ from spmdrl.data.stream import (
 from spmdrl.data.tokenizer import decode, encode_prompt, encode_text, load_tokenizer, stop_token_ids
 from spmdrl.types import UserError
 from tests.helpers.broken_library import break_library
+from tests.helpers.prompt_data import byte_tokenizer, data, jsonl
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -40,18 +39,6 @@ CHAT_TEMPLATE = (
 )
 # 10 x 10 numbers and a sign: 200 questions in all.
 FEW_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-
-
-def byte_tokenizer(*, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte, after a beginning and an end of text, which it adds when it is allowed to."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0, "<|end|>": 1} | {letter: i for i, letter in enumerate(alphabet, start=2)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>", add_bos_token=True)
-    fast.chat_template = chat_template
-    return fast
 
 
 def sums(**changes: Any) -> ReasoningGymData:
@@ -63,18 +50,9 @@ def words(**changes: Any) -> ReasoningGymData:
     return ReasoningGymData(**(settings | changes))
 
 
-def jsonl(path: Path, records: list[Any], **changes: Any) -> FileData:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return FileData(**({"kind": "jsonl", "path": str(path)} | changes))
-
-
 def numbered(tmp_path: Path, count: int, **changes: Any) -> FileData:
     records = [{"prompt": f"question {i}", "answer": str(i), "level": i % 3} for i in range(count)]
     return jsonl(tmp_path / "numbered.jsonl", records, **changes)
-
-
-def data(*entries: FileData | ReasoningGymData, **changes: Any) -> DataConfig:
-    return DataConfig(**({"sources": entries, "max_prompt_tokens": 200} | changes))
 
 
 def training_stream(*entries: FileData | ReasoningGymData, seed: int = 0, **changes: Any) -> PromptStream:

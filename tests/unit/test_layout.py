@@ -16,7 +16,7 @@ from tests.helpers import measures
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/layout.md").read_text(encoding="utf-8")
-MAX_ROOT_MODULES, MAX_PACKAGES = 8, 21
+MAX_ROOT_MODULES, MAX_PACKAGES = 9, 21
 MAX_LINES, MAX_FUNCTION_LINES = 600, 100
 NOT_OURS = ("engine/sglang/startup",)  # it bears the name of a module of Python's
 UNCLEAR_STARTS = re.compile(r"^(What|Whether|Of|As|Those|That|The same)\b")
