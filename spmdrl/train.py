@@ -28,15 +28,17 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
+from spmdrl.config.plan import staleness_lines
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.registry import start_engine
 from spmdrl.envs.client import open_environments
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.update import update
-from spmdrl.model.load import compute_dtype
+from spmdrl.model.load import compute_dtype, model_without_memory
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.operators import operators_of
+from spmdrl.model.routes import routes_refusal
 from spmdrl.preflight.launch import import_libraries, run_from_command_line
 from spmdrl.refit.refit import make_refit
 from spmdrl.replay.recorder import start_recorder
@@ -92,6 +94,8 @@ def train(run: Launch[Config]) -> None:
     )
 
     steps.announce()
+    for line in staleness_lines(cfg, has_routes=routes_refusal(policy.model) is None):
+        report.message(line)
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
     with steps.until_stopped():
         for step in steps:
@@ -148,6 +152,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
         *teacher_lines(cfg),
+        *staleness_lines(cfg, has_routes=routes_refusal(model_without_memory(inputs.model_config, cfg.model)) is None),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]

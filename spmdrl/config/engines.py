@@ -49,6 +49,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             has_graphs=True,
             runs_disaggregated=True,
             takes_adapters=True,
+            reports_routes=True,
             settings=(
                 "rollout.tp_size",
                 "rollout.memory_fraction",

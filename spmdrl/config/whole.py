@@ -144,6 +144,12 @@ class Config(Section):
         return self.advantage.settings["gae_lambda"] if own is None else own
 
     @property
+    def staleness(self) -> int:
+        """Most steps between the weights that sampled a token and those that it updates."""
+        can_be_stale = self.rollout.partial or self.rollout.placement == "disaggregated"
+        return self.rollout.max_staleness if can_be_stale else 0
+
+    @property
     def steps_ahead(self) -> int:
         """Whole steps that engines may sample ahead. Groups that go on in the next step are one step staler then."""
         rollout = self.rollout

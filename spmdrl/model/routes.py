@@ -122,6 +122,12 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         yield parent if isinstance(router, nn.Linear) else router, len(weights[0])
 
 
+def expert_layers(model: nn.Module) -> list[int]:
+    """Number the decoder layers that have experts, as `Routers` orders them."""
+    named = (name for name, module in model.named_modules() if any(module is router for router, _ in _routers(model)))
+    return [int(name.partition("layers.")[2].partition(".")[0]) for name in named]
+
+
 def routes_refusal(model: nn.Module) -> str | None:
     """Return why a model, which may have no memory, has no routes, to follow its name; None where it has some."""
     routers = [router for router, _ in _routers(model)]

@@ -16,7 +16,7 @@ from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import CRITIC, POLICY, Learner
 from spmdrl.model.frozen import FrozenModel
-from spmdrl.model.policy import PackedModel, Policy
+from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.step.batch import Batch
 from spmdrl.step.teachers import FrozenModels
@@ -43,7 +43,7 @@ def add_logprobs(
     if cfg.correction.old == "rollout":
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
-        forwards["old_logprobs"] = partial(_old_logprobs, learners[POLICY].model, routes)
+        forwards["old_logprobs"] = partial(_old_logprobs, learners[POLICY], routes)
     forwards |= reference_columns(frozen.reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
@@ -57,12 +57,12 @@ def add_logprobs(
     return completed
 
 
-def _old_logprobs(policy: PackedModel, routes: list[Tensor] | None, micro_batch: MicroBatch) -> Tensor:
+def _old_logprobs(learner: Learner, routes: list[Tensor] | None, micro_batch: MicroBatch) -> Tensor:
     """Compute the policy's log-probabilities before the updates; appends the routes that it has taken for that."""
-    logprobs: Tensor = policy(micro_batch).logprobs
+    logprobs: Tensor = learner.model(micro_batch).logprobs
     if routes is not None:
-        assert isinstance(policy, Policy)
-        routes.append(policy.own_routes(micro_batch))
+        assert isinstance(learner.model, Policy)
+        routes.append(learner.model.own_routes(micro_batch))
     return logprobs
 
 

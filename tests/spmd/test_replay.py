@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from spmdrl import train
 from spmdrl.replay.fingerprints import StepFingerprint, difference
 from spmdrl.replay.recorder import read_fingerprints, read_trainer_logprobs
 from spmdrl.rollout.files import as_collected, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.tools import replay, runs
+from tests.helpers.models import needs_expert_plans, save_qwen3_moe
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import without_curves, write_small_run
+from tests.helpers.small_run import rows, without_curves, write_small_run
 
 
 def train_on(num_ranks: int, folder: Path, *overrides: str, exit_code: int = 0) -> None:
@@ -74,6 +76,33 @@ def test_a_step_is_computed_again_to_the_last_bit(folder: Path) -> None:
     fingerprints = read_fingerprints(folder / "run/rollouts", 3, num_ranks=2)
     assert fingerprints is not None
     assert {name.split("/")[1] for name in fingerprints[0].gradients} == {"1", "2"}
+
+
+PARTIAL = ("rollout.oversample_fraction=0.5", "rollout.partial=true", "run.deterministic=false")
+
+
+@pytest.mark.slow
+@needs_expert_plans
+def test_a_mixture_takes_the_routes_of_the_engine_or_of_its_first_pass(folder: Path) -> None:
+    """With experts on two ranks, with rollouts that go on in the next step, and computed again."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    save_qwen3_moe(folder / "mixture", vocab_size=len(tokenizer), num_experts=8, **ids)
+    tokenizer.save_pretrained(folder / "mixture")
+    model = f"model.path={folder}/mixture"
+    for name, num_ranks, kind, others in (
+        ("r3", 2, "R3", ("parallel.ep=2", "model.gradient_checkpointing=full")),
+        ("r2", 1, "R2", ()),
+        ("partial", 1, "R3", PARTIAL),
+    ):
+        train_on(num_ranks, folder, model, f"run.name={name}", f"correction.router_replay={kind}", *others)
+        area = "mismatch" if kind == "R3" else "update"
+        for row in rows(folder / name)[1:]:
+            assert row[f"{area}/router_replayed_fraction"] == 1.0
+            assert 0.0 <= row[f"{area}/router_disagree_fraction"] < 0.5
+        if kind == "R3" and not others[0].startswith("rollout"):
+            (code, words), _ = run_ranks(num_ranks, replayed, folder / name, 3)
+            assert code == 0 and "step 3: no difference" in words
 
 
 def now(run: Path, step: int) -> list[StepFingerprint]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config
-from spmdrl.config.plan import make_plan
+from spmdrl.config.plan import make_plan, staleness_lines
 from spmdrl.types import UserError
 from tests.helpers.config_file import GOOD, read
 
@@ -113,6 +113,30 @@ def test_how_far_engines_may_be_ahead(tmp_path: Path) -> None:
     assert [ahead(*settings) for settings in oldest_first] == [0, 1, 1, 1]
     plans = [make_plan(config(tmp_path, *settings), num_ranks=2) for settings in oldest_first]
     assert [plan.extra_groups / plan.prompts_per_step for plan in plans] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replay", "said"),
+    [
+        ((), "none", ()),
+        (("loss.updates_per_step=2",), "R2", ()),
+        (apart(1, "rollout.max_staleness=3"), "R3", ("set correction.kind",)),
+        (apart(1, "rollout.max_staleness=3", "correction.kind=tis"), "R3", ()),
+        (apart(1, "rollout.max_staleness=3", "loss.kind=dppo_kl"), "R3", ()),
+        (apart(1, "rollout.max_staleness=0"), "none", ()),
+    ],
+)
+def test_what_is_unusual_for_a_staleness_is_told(
+    tmp_path: Path, overrides: tuple[str, ...], replay: str, said: tuple[str, ...]
+) -> None:
+    cfg = config(tmp_path, *overrides)
+    assert [part for part in said if part in "".join(staleness_lines(cfg, has_routes=False))] == list(said)
+    assert len(list(staleness_lines(cfg, has_routes=False))) == len(said)
+    usual = cfg.model_copy(update={"correction": cfg.correction.model_copy(update={"router_replay": replay})})
+    other = cfg.model_copy(update={"correction": cfg.correction.model_copy(update={"router_replay": "other"})})
+    assert len(list(staleness_lines(usual, has_routes=True))) == len(said)
+    (line,) = [line for line in staleness_lines(other, has_routes=True) if "router_replay" in line]
+    assert f'takes "{replay}"' in line
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
-from spmdrl.types import Prompt, Response, RewardOutcome, Span, UserError
+from spmdrl.types import Prompt, Response, RewardOutcome, Routes, Span, UserError
 from tests.helpers.rollouts import RECORDING, one_turn
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False)
+SHAPES = st.tuples(*[st.integers(1, 3)] * 3)
+ROUTES = st.builds(lambda start, shape: Routes.of(start, torch.full(shape, start)), st.integers(0, 9), SHAPES)
 
 
 @st.composite
@@ -40,6 +42,7 @@ def outcomes(draw: st.DrawFn) -> Rewarded:
         logprobs=tuple(logprobs),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         spans=tuple(draw(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=2))),
+        routes=draw(st.none() | ROUTES),
     )
     rollout = one_turn(
         prompt,

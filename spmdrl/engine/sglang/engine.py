@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,21 @@ class SGLangEngine(RolloutEngine):
         finished: _Finished = queue.SimpleQueue()
         self._finished = finished
         self._adapters.none_running()
-        versions: dict[int, int] = {}  # of the running requests, by place
+        running: dict[int, tuple[int, Request]] = {}  # with the version that samples it, by place
         while True:
-            for index, request in source.take(0 if self._abort else self._options.max_running - len(versions)):
-                versions[index] = self.version
+            for index, request in source.take(0 if self._abort else self._options.max_running - len(running)):
+                running[index] = self.version, request
                 self._submit(index, request, finished)
-            if not versions:
+            if not running:
                 assert self._abort or source.is_empty, "nothing is running, so the caller must have another request"
                 return
             if (answered := _first(finished)) is not None:
                 index, answer = answered
-                version = versions.pop(index)
+                version, request = running.pop(index)
                 response = _response(answer.result(), version if version in self._adapters else None)
+                if (routes := self._options.routes) is not None:
+                    about = answer.result()["meta_info"]
+                    response = replace(response, routes=routes.read(about, request, response))
                 self._adapters.end(version)
                 if response.finish_reason == "abort" and not self._abort:
                     raise RuntimeError(f"SGLang gave up a request by itself: {answer.result()['meta_info']}")
@@ -219,10 +223,11 @@ class SGLangEngine(RolloutEngine):
     def _submit(self, index: int, request: Request, finished: _Finished) -> None:
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
-        images = image_fields(request, self._family, self._images)
+        routes = {} if self._options.routes is None else self._options.routes.fields(request)
+        fields = {**image_fields(request, self._family, self._images), **routes}
         adapters = self._adapters.begin(self.version)
         answer = self._process.start(
-            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters, images)
+            self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters, fields)
         )
         answer.add_done_callback(lambda done: finished.put((index, done)))
 

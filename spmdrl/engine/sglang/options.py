@@ -31,6 +31,7 @@ from spmdrl.engine.sglang.models import (
     rotary_problems,
 )
 from spmdrl.engine.sglang.orphans import check_orphans
+from spmdrl.engine.sglang.routes import RouteReader
 from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.families import family_of
@@ -52,6 +53,7 @@ _OTHER_SETTING = {
     "chunked_prefill_size": "rollout.chunked_prefill_tokens",
     "attention_backend": "rollout.attention_backend",
     "rl_on_policy_target": "true_on_policy",
+    "enable_return_routed_experts": "correction.router_replay",
     "disable_cuda_graph": "rollout.cuda_graphs",
     "enable_memory_saver": "offload.engine",
     "enable_weights_cpu_backup": "offload.engine",
@@ -95,6 +97,7 @@ class SGLangOptions:
     keeps_weights: bool = False  # on the host, while their device memory is given back
     max_running: int  # requests in flight
     longest_tokens: int  # of a prompt and its response
+    routes: RouteReader | None = None  # where requests may ask for them
 
 
 def sglang_problems(
@@ -292,6 +295,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         "sleep_on_idle": True,  # otherwise its processes would spin while the trainer works
         "enable_deterministic_inference": cfg.run.deterministic or cfg.true_on_policy,
         "enable_memory_saver": not on_cpu and cfg.rollout.placement == "colocated",  # else it never sleeps
+        "enable_return_routed_experts": cfg.correction.router_replay == "R3",
         "disable_cuda_graph": on_cpu or not rollout.cuda_graphs,
         # SGLang's default kind cannot be given back, and capturing every size up to a chunk takes long.
         "disable_prefill_cuda_graph": True,
@@ -337,6 +341,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         keeps_weights=bool(arguments.get("enable_weights_cpu_backup")),
         max_running=rollout.max_running,
         longest_tokens=longest,
+        routes=RouteReader.of(cfg, model_config),
     )
 
 

@@ -283,10 +283,10 @@ class SGLangProcess:
         sampling: Mapping[str, Any],
         request_id: str,
         adapters: str | None = None,
-        images: Mapping[str, Any] = types.MappingProxyType({}),
+        fields: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Sample one response, with the adapters of this name, and with the request's fields about images; returns
-        sglang's answer: output_ids and meta_info."""
+        """Sample one response, with the adapters of this name and other fields of sglang's request; returns sglang's
+        answer: output_ids and meta_info."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -295,7 +295,7 @@ class SGLangProcess:
             return_logprob=True,
             rid=request_id,
             lora_path=adapters,
-            **images,
+            **fields,
         )
         return await anext(self._manager.generate_request(request, None))
 

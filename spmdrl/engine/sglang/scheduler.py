@@ -32,11 +32,14 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def compute_without_pinning() -> None:
-    """Let SGLang compute with adapters on a CPU, where no memory can be pinned."""
+    """Let SGLang compute with adapters and report routes on a CPU, where no memory can be pinned."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
+    from sglang.srt.mem_cache.pool_host import common
 
     stand_ins().pin_nothing(layers, torch_backend)  # which compute with adapters
+    # Which holds routes on the host.
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
 
 
 def add_hooks() -> None:
