@@ -93,9 +93,7 @@ def train(run: Launch[Config]) -> None:
         complete=scorers.complete,
     )
 
-    steps.announce()
-    for line in staleness_lines(cfg, has_routes=routes_refusal(policy.model) is None):
-        report.message(line)
+    steps.announce(staleness_lines(cfg, has_routes=routes_refusal(policy.model) is None))
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
     with steps.until_stopped():
         for step in steps:

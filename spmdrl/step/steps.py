@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic
@@ -68,8 +68,8 @@ class Steps(Generic[SettingsT]):
         self._dropped: Mapping[str, int] = {}  # prompts dropped before this step
         self._stopping = False
 
-    def announce(self) -> None:
-        """Show where the run begins, and write down what was launched."""
+    def announce(self, others: Iterable[str] = ()) -> None:
+        """Show where the run begins, and other lines, and write down what was launched."""
         run, origin = self._run, self._run.resume_point
         if origin.saved_step is not None:
             where = folder_of(origin.folder, origin.step)
@@ -78,7 +78,7 @@ class Steps(Generic[SettingsT]):
                 steps = f"step {origin.step}, beyond run.num_steps = {run.plan.num_steps}"
             run.report.message(f"goes on after {steps}, from {where}")
         gaps = run.folder.gap_notes(origin.folder, origin.step) if run.world.is_main else ()
-        for note in (*origin.notes, *gaps):
+        for note in (*origin.notes, *gaps, *others):
             run.report.message(note)
         if kernels := run.machine["linear_kernels"]:
             chosen = ", ".join(f"{kind.replace('_', ' ')} by {kernel}" for kind, kernel in kernels.items())
