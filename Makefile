@@ -11,6 +11,7 @@
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
 #   make test-gpu DEVICE=emulated         tests/gpu without a GPU, and whole runs; DEVICES=4 for more than 2 devices
 #   make test-floor PARTS=test-unit       a part of the tests with the oldest versions
+#   make test-newest NEWEST_TESTS=FILE    some of the tests with the newest transformers
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,6 +30,9 @@ FLOOR_PYTHON ?= $(shell python3.12 -c 'print("python3.12")' 2>/dev/null || echo 
 # Triton for its interpreter, in a folder that test-kernels alone puts on the path: SGLang, torch and transformers take
 # an installed Triton for one that has a device.
 TRITON := $(VENV)/triton
+
+# The newest transformers, in a folder that test-newest alone puts on the path: SGLang pins the one of .venv.
+NEWEST := $(VENV)/newest
 
 # A Chromium for the tests of pages, from a package of npm: without npm and without a Chromium they are skipped.
 BROWSER := $(VENV)/browser
@@ -69,7 +73,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup setup-sglang setup-verifiers test-verifiers test-trackers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
-  test-processes test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-gpu lint format bench bench-table bench-check dist docs \
+  test-processes test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-newest test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
 help: ## list the targets
@@ -108,6 +112,11 @@ $(WITH_SGLANG): $(INSTALLED) $(filter constraints/%,$(SGLANG_$(TORCH)))
 	@touch $@
 
 $(TRITON): constraints/triton.txt $(INSTALLED)
+	rm -rf $@
+	$(PIP) install --no-deps --target $@ -r $<
+	@touch $@
+
+$(NEWEST): constraints/newest.txt $(INSTALLED)
 	rm -rf $@
 	$(PIP) install --no-deps --target $@ -r $<
 	@touch $@
@@ -192,7 +201,7 @@ test-fake-cuda: ## torch's CUDA build on stand-ins for CUDA's libraries; test-lo
 	  echo "tests/fake_cuda is skipped: there is no .venv-cuda with the CUDA build of torch"; \
 	fi
 
-test-long: sglang-unless-light test-docs test-browser test-slurm test-levels test-fake-cuda test-floor ## the tests that `make test` leaves out because they take minutes
+test-long: sglang-unless-light test-docs test-browser test-slurm test-levels test-fake-cuda test-floor test-newest ## the tests that `make test` leaves out because they take minutes
 	$(ONE_THREAD) $(PYTEST) -m slow tests/unit tests/docs tests/attack tests/spmd tests/engine tests/e2e || test $$? -eq 5  # 5: there are none
 
 test-levels: $(INSTALLED) ## tests whose numbers depend on the processor, with AVX2, with AVX-512 and as it is
@@ -200,6 +209,11 @@ test-levels: $(INSTALLED) ## tests whose numbers depend on the processor, with A
 
 test-floor: ## the oldest versions that pyproject.toml allows, in .venv-floor; without SGLang and the site's packages
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=floor PYTHON=$(FLOOR_PYTHON) EXTRAS=dev $(PARTS)
+
+NEWEST_TESTS ?= tests/unit tests/spmd
+test-newest: $(NEWEST) ## test-unit and test-spmd with the newest transformers that pyproject.toml allows
+	PYTHONPATH="$(CURDIR)/$(NEWEST):$$PYTHONPATH" $(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" \
+	  --ignore-glob='*/test_triton*.py' $(NEWEST_TESTS)
 
 # DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds. Triton's
 # interpreter is slow: tests of kernels alone have it, the others twins of kernels in torch. Whole runs start their

@@ -33,6 +33,7 @@ from spmdrl.dist.session import default_device_type, return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import context_problems, is_for_ring_attention
+from spmdrl.model.few_bits import quantization_of, quantization_refusal
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layer_kinds import cached_heads
@@ -46,7 +47,7 @@ from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
 from spmdrl.model.split import split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class
-from spmdrl.model.weight_files import lacking
+from spmdrl.model.weight_files import lacking, stored_weights
 from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
@@ -85,7 +86,12 @@ def read_model_config(cfg: ModelConfig) -> Any:
     try:
         read_json(Path(cfg.path) / "config.json", dict[str, Any])
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
-        refusal = refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
+        refusal = quantization_refusal(quantization_of(cfg.path))
+        for part in (config, config.get_text_config()):
+            vars(part).pop("quantization_config", None)  # weights of few bits are read as the numbers they stand for
+        refusal = (
+            refusal or refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
+        )
     except Exception as error:  # transformers raises many types for a bad config.json
         reason = " ".join(str(error).split())
         raise UserError(f'model.path = "{cfg.path}" is not a causal language model: {reason}') from error
@@ -276,8 +282,21 @@ def load_packed(
         prefetch_layers(decoder_layers(model), num_ahead=cfg.prefetch_layers)
         built.append(policy)
 
+    def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        shard(model)
+        return model
+
     with nullcontext() if start is None else _without_warnings():  # which would list what `start` begins
-        model, problems = _from_pretrained(cfg, shard, dtype=dtype if role == "base" else torch.float32)
+        # transformers calls this hook after it has built a model and before it reads weights. Parameters that are then
+        # DTensors it reads shard by shard. Its own hook (5.19) does not support fp16, offload without a GPU, a single
+        # rank, or a subset of the ranks.
+        model, problems = _from_pretrained(
+            cfg,
+            {"maybe_distribute_model": classmethod(distribute)},
+            dtype=dtype if role == "base" else torch.float32,
+            distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
+            ignore_mismatched_sizes=True,  # they are named below, without a traceback
+        )
     started = {} if start is None else {name: x for name, x in start(model).items() if name in problems["missing_keys"]}
     if missing := sorted(problems["missing_keys"] - started.keys()):
         raise UserError(lacking(cfg.path, missing))
@@ -327,20 +346,27 @@ def load_reference(
     return load_policy(cfg, meshes, temperature=temperature, role=role, kernel=kernel)
 
 
+def load_plain(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the directory's model as transformers has it, whole and on the host. Raises UserError like `load_policy`."""
+    model, problems = _from_pretrained(cfg, {}, dtype=dtype)
+    if problems["missing_keys"]:
+        raise UserError(lacking(cfg.path, sorted(problems["missing_keys"])))
+    return model
+
+
 def _from_pretrained(
-    cfg: ModelConfig, shard: Callable[[PreTrainedModel], None], *, dtype: torch.dtype
+    cfg: ModelConfig, hooks: Mapping[str, Any], *, dtype: torch.dtype, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build the model and read its weights by transformers, with these methods in the place of its own."""
     config = load_model_config(cfg)
     model_class = type(model_without_memory(config, cfg))
 
-    def distribute(_cls: type, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
-        shard(model)
-        return model
+    def read(model: PreTrainedModel, _: Any, *others: Any) -> Any:
+        return model_class._load_pretrained_model(model, stored_weights(cfg.path), *others)
 
-    # transformers calls this hook after it has built a model and before it reads weights. Parameters that are then
-    # DTensors it reads shard by shard. Its own hook (5.19) does not support fp16, offload without a GPU, a single rank,
-    # or a subset of the ranks.
-    hooked: Any = type(model_class.__name__, (model_class,), {"maybe_distribute_model": classmethod(distribute)})
+    # transformers (5.19) takes a state dict in the place of a directory, but not beside it.
+    own = {"_load_pretrained_model": staticmethod(read), **hooks}
+    hooked: Any = type(model_class.__name__, (model_class,), own)
     hooked.__module__ = model_class.__module__
     try:
         return hooked.from_pretrained(
@@ -348,10 +374,9 @@ def _from_pretrained(
             config=config,
             dtype=dtype,
             attn_implementation=attention_of(config),
-            distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `load_packed` names them, without a traceback
             trust_remote_code=cfg.trust_remote_code,
+            **options,
         )
     except (SafetensorError, OSError) as error:
         raise UserError(f'model.path = "{cfg.path}": its weights cannot be read: {error}') from error

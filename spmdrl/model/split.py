@@ -22,6 +22,7 @@ from spmdrl.model.experts import distribute_experts, split_experts
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
+    LatentLinear,
     RowwiseLinear,
     RowwiseSplittingLinear,
     SharedCopy,
@@ -61,6 +62,7 @@ _LINEARS = {
     "colwise_gather_output": ColwiseGatheringLinear,
     "rowwise": RowwiseLinear,
     "rowwise_split_input": RowwiseSplittingLinear,
+    "mla_kv_a_proj": LatentLinear,
 }
 _NORM, _SPLIT_EXPERTS, _DISTRIBUTED_EXPERTS = "replicated_with_grad_allreduce", "moe_tp_experts", "ep_dispatch_experts"
 # Weights of experts are [experts, outputs, inputs]; "packed_colwise" holds the outputs of two layers, one after the
@@ -106,10 +108,12 @@ class _Rule:
             if self.style == "packed_colwise":
                 return size // 2, f"outputs of each half of {self.pattern}"
             return size, f"{('experts', 'outputs', 'inputs')[placement.dim]} of {self.pattern}"
-        if not isinstance(self.module, nn.Linear):
+        if not isinstance(self.module, nn.Linear) or _LINEARS[self.style] is LatentLinear:
             return None
         if self.style.startswith("rowwise"):
             return self.module.in_features, f"inputs of {self.pattern}"
+        if self.style == "colwise" and hasattr(self.parent, "qk_rope_head_dim"):  # latent attention
+            return int(self.parent.num_heads), f"heads of {self.pattern}"  # type: ignore[arg-type]
         head = getattr(self.parent, "head_dim", None)
         if self.style == "colwise" and isinstance(head, int) and self.module.out_features % head == 0:
             return self.module.out_features // head, f"heads of {self.pattern}"  # attention needs whole ones
@@ -141,6 +145,8 @@ def split_layers(model: PreTrainedModel, meshes: ModelMeshes) -> Iterator[tuple[
             if rule.parent not in shared_copies:
                 shared_copies[rule.parent] = SharedCopy(rule.parent, tp)
             split_linear(rule.module, _LINEARS[rule.style], tp, shared_copies[rule.parent])
+            if _LINEARS[rule.style] is LatentLinear:
+                vars(rule.module).update(rotated=rule.parent.qk_rope_head_dim)
             yield rule.module, _LINEARS[rule.style]
     if tp.size() > 1:
         _split_vocabulary(model, tp)

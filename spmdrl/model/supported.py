@@ -39,12 +39,6 @@ def refusal_of_config(config: Any) -> str | None:
         )
         more = "hears sounds" if _hears(config) else "is a model of more than text"
         return f"{config.model_type} {more}, and can be trained here only on text; {way_out}"
-    if quantization := getattr(config, "quantization_config", None):
-        method = getattr(quantization, "quant_method", None) or dict(quantization).get("quant_method", "an unknown way")
-        return (
-            f"its weights are quantized ({method}), and quantized weights cannot be trained; make them bfloat16 with "
-            "python -m spmdrl.tools.dequantize, which reads MXFP4 and FP8, and train that"
-        )
     if number := getattr(text, "zero_expert_num", None):
         return (
             f"{config.model_type} has zero_expert_num = {number} experts that compute nothing, with which training on "

@@ -193,10 +193,26 @@ class RowwiseSplittingLinear(RowwiseLinear):
         return super().forward(own_part(input, self.tp, -1))
 
 
+class LatentLinear(_SplitLinear):
+    """The layer of latent attention that each rank computes whole: what keys and values are made of, then the rotated
+    part of the key, which all heads share. Each rank has some of these heads, so gradients of that part are summed."""
+
+    rotated: int  # outputs of that part
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.for_heads(self.product(input, self.bias))
+
+    def for_heads(self, output: Tensor) -> Tensor:
+        """Return the output, for use by this rank's heads."""
+        latent, key = output.split([output.shape[-1] - self.rotated, self.rotated], dim=-1)
+        return torch.cat((latent, copy_to(key, self.tp)), dim=-1)
+
+
 def split_linear(module: nn.Linear, kind: type[_SplitLinear], mesh: DeviceMesh, shared_copy: SharedCopy) -> None:
     """Split the weights of a linear layer, which is to become one of the kinds above."""
     by_outputs = issubclass(kind, ColwiseLinear)
-    split_parameter(module, "weight", mesh, Shard(0 if by_outputs else 1))
+    if not issubclass(kind, LatentLinear):
+        split_parameter(module, "weight", mesh, Shard(0 if by_outputs else 1))
     if by_outputs and module.bias is not None:
         split_parameter(module, "bias", mesh, Shard(0))
     vars(module).update(tp=mesh, shared_copy=shared_copy)

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
+from spmdrl.model.few_bits import StoredWeight, as_numbers, method_of, quantization_of
 from spmdrl.types import UserError
 
 # Files of tensors that all who may read other files here may read: safetensors allows it to their owner only.
@@ -57,6 +58,33 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
+def stored_weights(path: str | Path) -> dict[str, StoredWeight]:
+    """Open the weights of a model directory by their names in its files, those of few bits as the numbers they stand for.
+
+    Nothing but the heads of files is read before a weight is. Raises UserError, OSError and SafetensorError.
+    """
+    return dict(as_numbers(_heads(Path(path)), quantization_of(path)))
+
+
+def _heads(folder: Path) -> dict[str, StoredWeight]:
+    """Open what the directory's files hold as it is stored."""
+    stored: dict[str, StoredWeight] = {}
+    for name in sorted({*_places(folder).values()}) or [_ONLY]:
+        stored |= heads_of(folder / name)
+    return stored
+
+
+def heads_of(file: Path) -> dict[str, StoredWeight]:
+    """Open what one file holds as it is stored. Raises OSError and SafetensorError."""
+    with safe_open(file, framework="pt") as weights:
+        return {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+
+
+def _places(folder: Path) -> Mapping[str, str]:
+    """Return the file of each tensor by the index; {} where one file holds them all."""
+    return {} if (folder / _ONLY).is_file() else read_json(folder / f"model{_INDEX}", _Index).weight_map
+
+
 def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] = {}) -> Iterator[str]:
     """Yield a sentence for each weight file of a model directory that is cut off, missing or no safetensors file, and
     for weights that are no floating-point numbers, of another size than the model's, or in two files.
@@ -65,29 +93,32 @@ def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] =
     file may hold other things too, such as masks. Loading shows whether the weights are the right ones.
     """
     folder, where = Path(path), f'model.path = "{shown(path)}"'
-    strange: dict[str, str] = {}
     file_of: dict[str, str] = {}
-    shapes: dict[str, list[int]] = {}
+    stored: dict[str, StoredWeight] = {}
     for file in sorted(folder.glob(f"*{_WEIGHTS}")):
         try:
-            with safe_open(file, framework="pt") as weights:
-                heads = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-                dtypes = {name: head.get_dtype() for name, head in heads.items()}
-                shapes |= {name: list(head.get_shape()) for name, head in heads.items()}
+            heads = heads_of(file)
         except (SafetensorError, OSError) as error:
             yield f"{where}: its weights cannot be read: {shown(file.name)}: {error}"
             continue
-        strange |= {
-            name: dtype
-            for name, dtype in dtypes.items()
-            if dtype not in _FLOATING and (name.endswith(".weight") or name in parameters)
-        }
-        if twice := sorted(dtypes.keys() & file_of.keys()):
+        if twice := sorted(heads.keys() & file_of.keys()):
             yield (
                 f"{where}: {shown(twice[0])} is in {shown(file_of[twice[0]])} and in {shown(file.name)}, and only one "
                 "of them is read; move the file that is not meant out of the directory"
             )
-        file_of |= dict.fromkeys(dtypes, file.name)
+        file_of |= dict.fromkeys(heads, file.name)
+        stored |= heads
+    try:
+        weights = as_numbers(stored, quantization_of(folder))
+    except UserError as error:
+        yield f"{where}: {error}"
+        return
+    shapes = {name: weight.get_shape() for name, weight in weights.items()}
+    strange = {
+        name: dtype
+        for name, dtype in ((name, weight.get_dtype()) for name, weight in weights.items())
+        if dtype not in _FLOATING and (name.endswith(".weight") or name in parameters)
+    }
     # In order of size, because some kinds of models are loaded transposed.
     if other := [name for name in parameters if name in shapes and sorted(shapes[name]) != sorted(parameters[name])]:
         yield (
@@ -111,19 +142,15 @@ def missing_weight_problems(path: str, model: PreTrainedModel, needed: Collectio
     tensors that have shapes alone: it reads only the heads. Where it cannot, loading shows what is missing.
     """
     folder = Path(path)
-    index = folder / f"model{_INDEX}"
-    places = {} if (folder / _ONLY).is_file() else read_json(index, _Index).weight_map
-    held: dict[str, torch.Tensor] = {}
-    for name in sorted({*places.values()}) or [_ONLY]:
-        with safe_open(folder / name, framework="pt") as weights:
-            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        held |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    places, stored = _places(folder), _heads(folder)
+    weights = as_numbers(stored, quantization_of(folder))
+    held = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in weights.items()}
     missing = _missing(model, held)
     if missing is not None and not (missing := missing & {*needed}):
         return
-    if nowhere := sorted(places.keys() - held.keys()):
+    if nowhere := sorted(places.keys() - stored.keys()):
         yield (
-            f'model.path = "{shown(path)}": {index.name} names {len(places)} tensors, and {len(nowhere)} of them are '
+            f'model.path = "{shown(path)}": model{_INDEX} names {len(places)} tensors, and {len(nowhere)} of them are '
             f"missing; the first is {shown(nowhere[0])}, of {shown(places[nowhere[0]])}"
         )
     elif missing:
@@ -190,35 +217,47 @@ def _hash(file: Path) -> str:
 
 # Weights in a model's files that its architecture does not use, such as layers for multi-token prediction.
 #
-# They are neither trained nor sampled with, and an export keeps them as they are.
+# They are neither trained nor sampled with, and an export has them as they are.
+
+_OF_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 
 
-def kept_names(model: PreTrainedModel, path: str) -> dict[str, Path]:
-    """Return the file of each weight in the directory at `path` that transformers leaves out, by its name there."""
+def kept_names(model: PreTrainedModel, path: str) -> list[str]:
+    """Return the names of the weights in the directory at `path` that transformers leaves out: those that the model's
+    class names, and those of layers after its last one."""
     patterns = [re.compile(pattern) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ()]
-    found: dict[str, Path] = {}
-    for file in sorted(Path(path).glob("*.safetensors")) if patterns else ():
-        with safe_open(file, framework="pt") as weights:
-            names: Iterable[str] = weights.keys()
-            found |= {name: file for name in names if any(pattern.search(name) for pattern in patterns)}
-    return found
+    num_layers = model.config.get_text_config().num_hidden_layers
+
+    def is_left_out(name: str) -> bool:
+        if layer := _OF_LAYER.match(name):  # patterns of a class mean the layers of all models that it was made for
+            return int(layer[1]) >= num_layers
+        return any(pattern.search(name) for pattern in patterns)
+
+    return sorted(filter(is_left_out, stored_weights(path)))
 
 
-def read_kept(names: dict[str, Path]) -> dict[str, Tensor]:
+def read_kept(names: Iterable[str], path: str) -> dict[str, Tensor]:
     """Read such weights, into host memory."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(names.values())):
-        with safe_open(file, framework="pt") as weights:
-            tensors |= {name: weights.get_tensor(name) for name, place in names.items() if place == file}
-    return tensors
+    weights = stored_weights(path)
+    return {name: weights[name][...] for name in names}
 
 
-def kept_line(names: Iterable[str]) -> str | None:
+def kept_line(names: Sequence[str]) -> str | None:
     """Tell the user about such weights; None where there are none."""
-    ordered = sorted(names)
-    if not ordered:
+    if not names:
         return None
     return (
-        f"{len(ordered)} weights of model.path are no part of what is trained, such as {ordered[0]}: layers for "
-        "multi-token prediction and the like; exports keep them as they are"
+        f"{len(names)} weights of model.path are no part of what is trained, such as {names[0]}: layers for "
+        "multi-token prediction and the like; exports have them as they are"
+    )
+
+
+def few_bits_line(path: str) -> str | None:
+    """Tell the user that weights are stored in few bits; None where they are not."""
+    quantization = quantization_of(path)
+    if quantization is None:
+        return None
+    return (
+        f"the weights of model.path are stored in few bits ({method_of(quantization)}) and read as the bfloat16 numbers "
+        "that they stand for; what is trained, sampled with and exported is whole"
     )

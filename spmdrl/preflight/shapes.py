@@ -49,13 +49,11 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     `flop_coefficients` has the formula.
     """
     text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)
-    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    chosen = experts_per_token(text) or 1
-    parameters = 0
+    chosen, experts, parameters = experts_per_token(text) or 1, expert_names(shapes), 0
     for name, shape in shapes.items():
         is_product = ".embed" not in name or model_config.tie_word_embeddings  # a tied one is also the head
         if len(shape) > 1 and is_product and name not in in_tower:
-            parameters += math.prod(shape) * chosen // num_experts if len(shape) == 3 else math.prod(shape)
+            parameters += math.prod(shape) * chosen // shape[0] if name in experts else math.prod(shape)
     return flop_coefficients(
         matmul_parameters=parameters,
         num_layers=text.num_hidden_layers,
@@ -66,7 +64,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
 
 def experts_per_token(text: Any) -> int:
     """Count the experts of a token in a layer, by the config of a language model; 0 without experts."""
-    names = ("num_experts_per_tok", "top_k_experts")
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
     return next(filter(None, (getattr(text, name, None) for name in names)), 0)
 
 
@@ -149,7 +147,7 @@ def published_config(name: str) -> Any:
 
 _FIRST_BLOCK = re.compile(r"\.(blocks|layers)\.0\.")  # of a tower
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
-_WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather")
+_WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather", "mla_")
 
 
 def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:

@@ -64,7 +64,8 @@ def export_hf(
     writes = meshes.training.get_local_rank() < ranks.size()
     with _appearing_whole(destination, meshes) as unfinished:
         gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint", merge=True)
-        files, unused = list(_files(gatherer.buckets, file_bytes)), kept_names(policy.model, policy.model.name_or_path)
+        source = policy.model.name_or_path
+        files, unused = list(_files(gatherer.buckets, file_bytes)), kept_names(policy.model, source)
         names = _file_names(len(files) + bool(unused))
         mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
         _write_weights(gatherer, files, [unfinished / name for name in names[: len(files)]], mine)
@@ -74,7 +75,7 @@ def export_hf(
                 for name, buckets in zip(names, files, strict=False)
             }
             if unused:
-                tensors = read_kept(unused)
+                tensors = read_kept(unused, source)
                 write_tensors(unfinished / names[-1], tensors, {"format": "pt"})
                 sizes[names[-1]] = {name: tensor.nbytes for name, tensor in tensors.items()}
             _write_the_rest(policy, tokenizer, unfinished, dtype, sizes)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tomlkit
 import torch
 from pydantic import BaseModel, Field
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.evaluation import paired_difference
@@ -31,8 +31,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
-from spmdrl.model.load import compute_dtype, persistent_buffers
-from spmdrl.model.trunk import model_class
+from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
@@ -85,7 +84,7 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
     held_out = open_held_out(cfg)
     device = torch.device(default_device_type())
     dtype = compute_dtype(cfg.model.compute_dtype, device.type)
-    model = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
+    model = load_plain(cfg.model.model_copy(update={"path": str(folder)}), dtype)
     engine = TorchEngine(
         model.config,
         device=device,

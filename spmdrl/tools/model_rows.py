@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import LoraConfig, ModelConfig, PackConfig, ParallelConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.model.few_bits import quantization_refusal
 from spmdrl.model.load import load_policy
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.export import export_hf
@@ -137,8 +138,8 @@ def _has_experts(config: Any) -> bool:
 def _weights(subject: Subject, _: World) -> Found:
     if (method := subject.source.quantization) is None:
         return "yes", ""
-    way = "save the model dequantized, as docs/models.md shows, and train that"
-    return "refused", f"quantized ({method}), and there are no gradients for packed integers; {way}"
+    refusal = quantization_refusal({"quant_method": method})
+    return ("refused", refusal) if refusal else ("yes", f"{method}, read as bfloat16")
 
 
 def _one_rank(layout: Layout, subject: Subject, world: World) -> Found:

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
+from spmdrl.model.few_bits import method_of, quantization_of
 from spmdrl.model.weight_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -29,6 +30,11 @@ def save_text_model(source: Path, destination: Path) -> int:
         raise UserError(f"{source} holds a text model already ({config.model_type})")
     if text_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(f"{source}: transformers has no text model for {config.model_type}")
+    if quantization := quantization_of(source):
+        raise UserError(
+            f"{source} has weights of few bits ({method_of(quantization)}); make them bfloat16 with spmdrl dequantize, and "
+            "save the text model of that"
+        )
     if destination.exists():
         raise UserError(f"{destination} exists; name a new directory")
     tokenizer = load_tokenizer(str(source), trust_remote_code=False)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from spmdrl import sft
 from spmdrl.tools.tiny_model import character_tokenizer
+from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import save_other, save_qwen3_next
-from tests.helpers.small_run import launch, rows, sample_rows, write_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import launch, rows, sample_rows, without_curves, write_config, write_sft_config
 
-OTHERS = ("nemotron_h", "lfm2", "gemma4_text", "deepseek_v3")
+OTHERS = {
+    **{name: partial(save_other, name) for name in ("nemotron_h", "lfm2", "gemma4_text")},
+    "gpt-oss in mxfp4": save_gpt_oss_in_mxfp4,
+    "deepseek_v3 in fp8": save_deepseek_in_fp8,
+}
+STEPS, MORE_STEPS = 6, 20
 
 
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(save_qwen3_next, id="qwen3_next"),
-        *(pytest.param(partial(save_other, name), id=name, marks=pytest.mark.slow) for name in OTHERS),
+        *(pytest.param(save, id=name, marks=pytest.mark.slow) for name, save in OTHERS.items()),
     ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,9 +39,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ids |= {"vocab_size_per_layer_input": len(tokenizer)} if "gemma4_text" in str(request.param) else {}
     request.param(path / "model", vocab_size=len(tokenizer), **ids)
     tokenizer.save_pretrained(path / "model")
-    write_config(
-        path, run={"name": "run", "num_steps": 6, "seed": 3, "deterministic": True, "threads_per_rank": 1}, eval=None
-    )
+    num_steps = STEPS if request.param is save_qwen3_next else MORE_STEPS
+    run = {"name": "run", "num_steps": num_steps, "seed": 3, "deterministic": True, "threads_per_rank": 1}
+    write_config(path, run=run, eval=None)
     return path
 
 
@@ -40,8 +49,21 @@ def test_engine_and_trainer_agree_in_every_step_and_the_policy_learns(folder: Pa
     launch(folder, 2, "report.samples_per_step=100")
     run = folder / "runs/run"
     steps = rows(run)
-    assert [row["step"] for row in steps] == list(range(1, 7))
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1)) and len(steps) in (STEPS, MORE_STEPS)
     assert {row["step"] - row["version"] for row in sample_rows(run) if "response" in row} == {1}
     assert all(0 < row["mismatch/max_abs_nats"] < 1e-5 for row in steps)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
     AutoModelForCausalLM.from_pretrained(run / "hf")
+
+
+@pytest.mark.slow
+def test_fine_tuning_learns_what_is_written(folder: Path) -> None:
+    lines = [{"prompt": f"{a} + {b} =", "response": f" {a + b}"} for a in range(8) for b in range(8)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = {"kind": "jsonl", "path": f"{folder}/sft.jsonl", "answer_column": "", "response_column": "response"}
+    run = {"name": "sft", "num_steps": MORE_STEPS, "deterministic": True, "threads_per_rank": 1}
+    sizes = {"sequences_per_step": 16, "max_response_tokens": 6}
+    path = write_sft_config(folder, name="sft.toml", run=run, data={"sources": [source]}, sft=sizes)
+    assert set(run_ranks(2, without_curves, sft.main, [str(path)], timeout_s=250.0)) == {0}
+    found = [row["update/cross_entropy_nats"] for row in rows(folder / "runs/sft")]
+    assert len(found) == MORE_STEPS and found[-1] < 0.7 * found[0], found

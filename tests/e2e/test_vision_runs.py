@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from transformers import AutoModelForImageTextToText
 
+from spmdrl import sft
 from spmdrl.data.image_store import ImageStore
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.train import main
@@ -24,9 +25,10 @@ from tests.helpers.small_run import (
     weights,
     without_curves,
     write_config,
+    write_sft_config,
 )
 from tests.helpers.vision import save_vision_files, write_questions
-from tests.helpers.vision_models import save_qwen3_vl
+from tests.helpers.vision_models import save_qwen3_5_moe_vl, save_qwen3_vl
 
 EXACT = 1e-5  # nats between engine and trainer
 
@@ -45,6 +47,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         report={"samples_per_step": 100},
     )
     return path
+
+
+@pytest.mark.slow
+def test_experts_with_pictures_learn_by_rewards_and_from_answers(tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B's family."""
+    save_qwen3_5_moe_vl(tmp_path / "model", eos_token_id=1, pad_token_id=0)
+    save_vision_files(tmp_path / "model")
+    data = write_questions(tmp_path, "train", first=0, count=30) | {"max_prompt_tokens": 64}
+    run = {"name": "run", "num_steps": 20, "deterministic": True, "threads_per_rank": 1}
+    rollout = {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6}
+    write_config(tmp_path, run=run, data=data, eval=None, rollout=rollout)
+    launch(tmp_path, 2)
+    steps = rows(tmp_path / "runs/run")
+    assert len(steps) == 20 and all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.1
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/run/hf")
+    sizes = {"sequences_per_step": 8, "max_response_tokens": 6}
+    (source,) = data["sources"]
+    data |= {"sources": [source | {"answer_column": "", "response_column": "answer"}]}
+    path = write_sft_config(tmp_path, name="sft.toml", run=run | {"name": "sft"}, data=data, sft=sizes)
+    assert set(run_ranks(2, without_curves, sft.main, [str(path)], timeout_s=250.0)) == {0}
+    found = [row["update/cross_entropy_nats"] for row in rows(tmp_path / "runs/sft")]
+    assert len(found) == 20 and found[-1] < 0.5 * found[0], found
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,10 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.load import load_policy
 from spmdrl.step.export import export_hf
+from spmdrl.tools.dequantize import dequantize
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
+from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import (
     HAS_EXPERT_PLANS,
     longrope,
@@ -64,7 +66,10 @@ CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "tower-and-experts": (save_qwen3_vl_moe, {}),
     "tower": (save_gemma3_vl, {}),
     "more-layers": (_with_more_layers, {}),
+    "mxfp4": (save_gpt_oss_in_mxfp4, {}),
+    "fp8": (save_deepseek_in_fp8, {}),
 }
+FEW_BITS = ("mxfp4", "fp8")
 if HAS_EXPERT_PLANS:
     CASES["experts"] = (partial(save_qwen3_moe, vocab_size=64, num_experts=4), {"tp": 2, "ep": 2})
 PROCESSOR = "preprocessor_config.json"
@@ -78,6 +83,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, (save, parallel) in CASES.items():
         model = save(folder / name / "model")
         (folder / name / "model" / PROCESSOR).write_text('{"image_processor_type": "any"}')
+        if name in FEW_BITS:
+            dequantize(folder / name / "model", folder / name / "whole")
         jobs.append((model, folder / name / "hf", parallel, torch.float32, SIZES))
     run_ranks(request.param, _export, jobs)
     return folder
@@ -85,9 +92,12 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_are_those_the_model_came_from(exported: Path, name: str) -> None:
-    model, hf = exported / name / "model", exported / name / "hf"
+    is_of_few_bits = name in FEW_BITS  # then of the numbers that they stand for
+    model, hf = exported / name / ("whole" if is_of_few_bits else "model"), exported / name / "hf"
     expected, found = _files(model), _files(hf)
     assert found.keys() == expected.keys()
+    if is_of_few_bits:  # bfloat16 is exact in float32
+        expected = {name: tensor.to(found[name].dtype) for name, tensor in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     AutoModel.from_pretrained(hf)  # by the index
     configs = [AutoConfig.from_pretrained(folder).get_text_config() for folder in (model, hf)]

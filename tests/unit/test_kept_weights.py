@@ -11,22 +11,32 @@ from transformers import AutoConfig
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.weight_files import kept_line, kept_names, read_kept
 from tests.helpers.configs import model_config
-from tests.helpers.models import save_qwen3, save_qwen3_5
+from tests.helpers.models import save_other, save_qwen3, save_qwen3_5
 
 
 def test_layers_for_multi_token_prediction_are_found_and_told(tmp_path: Path) -> None:
     path = save_qwen3_5(tmp_path / "model")
     model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
-    assert kept_names(model, path) == {} and kept_line({}) is None
+    assert kept_names(model, path) == [] and kept_line([]) is None
     more = {"mtp.norm.weight": torch.randn(3), "mtp.layers.0.weight": torch.randn(2, 3).half()}
     file = Path(path, "model.safetensors")
     save_file(load_file(file) | more, file, {"format": "pt"})
     names = kept_names(model, path)
-    assert names == dict.fromkeys(more, file)
-    read = read_kept(names)
+    assert names == sorted(more)
+    read = read_kept(names, path)
     assert read.keys() == more.keys() and all(torch.equal(read[name], more[name]) for name in more)
     line = kept_line(names)
     assert line is not None and line.startswith("2 weights of model.path are no part of what is trained")
     assert "mtp.layers.0.weight" in line
     other = save_qwen3(tmp_path / "other")
-    assert kept_names(model_without_memory(AutoConfig.from_pretrained(other), model_config(other)), other) == {}
+    assert kept_names(model_without_memory(AutoConfig.from_pretrained(other), model_config(other)), other) == []
+
+
+def test_layers_of_a_model_are_trained_whatever_its_class_leaves_out_of_others(tmp_path: Path) -> None:
+    """transformers' class for GLM-4.5 names layer 46, which is one more than Air has, and one of GLM-4.5's own."""
+    path = save_other("glm4_moe", tmp_path, num_hidden_layers=48)
+    names = ["model.layers.48.eh_proj.weight", "model.layers.48.mlp.experts.0.up_proj.weight"]
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.randn(2) for name in names}, file, {"format": "pt"})
+    model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
+    assert kept_names(model, path) == names

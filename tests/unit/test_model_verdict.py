@@ -152,10 +152,10 @@ def test_sglang_is_asked_where_it_is_installed(tmp_path: Path) -> None:
     assert found["SGLang"] == "yes"
 
 
-def test_quantized_weights_and_real_sizes_are_named() -> None:
+def test_weights_of_few_bits_and_real_sizes_are_named() -> None:
     world: Any = None
     answer, remark = rows.ROWS["weights as published"](rows.Subject(source_of("gpt-oss-20b"), Path()), world)
-    assert answer == "refused" and "mxfp4" in remark
+    assert answer == "yes" and "mxfp4" in remark
     assert "predicted for 1 x 80 GiB" in memory_line(source_of("qwen3-0.6b").config)
 
 

@@ -93,9 +93,21 @@ def test_a_model_without_a_plan_is_refused() -> None:
     assert "no ep plan for LlamaForCausalLM" in without_ep and "set ep = 1" in without_ep
 
 
-def test_a_style_that_is_not_known_is_named() -> None:
-    (sentence,) = problems(DeepseekV2Config(**SMALL, intermediate_size=64, n_routed_experts=4), tp=2)
-    assert 'DeepseekV2ForCausalLM needs "mla_kv_a_proj" for model.layers.*.self_attn.kv_a_proj_with_mqa' in sentence
+def test_a_style_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LlamaConfig.base_model_tp_plan, "layers.*.self_attn.o_proj", "of_next_year")
+    (sentence,) = problems(LLAMA, tp=2)
+    assert (
+        'LlamaForCausalLM needs "of_next_year" for model.layers.*.self_attn.o_proj, which is not supported' in sentence
+    )
+
+
+def test_heads_of_latent_attention_are_dealt_whole() -> None:
+    sizes = {"moe_intermediate_size": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
+    config = DeepseekV2Config(**SMALL, **sizes, intermediate_size=64, n_routed_experts=4, q_lora_rank=None)
+    assert problems(config, tp=2) == []
+    (sentence,) = problems(config, tp=16)
+    assert "the 8 heads of model.layers.*.self_attn.q_proj" in sentence
+    assert "the 8 heads of model.layers.*.self_attn.kv_b_proj" in sentence
 
 
 def test_the_directory_is_asked_before_anything_is_loaded(tmp_path: Path) -> None:

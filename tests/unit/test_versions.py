@@ -32,7 +32,15 @@ def test_floor_is_the_lower_bound_of_each_requirement() -> None:
     assert floor["torch"] == pinned("cpu")["torch"]
 
 
-@pytest.mark.parametrize("name", ["floor", "cpu", "cuda"])
+def test_newest_is_the_last_that_is_allowed() -> None:
+    """`make test-newest` runs the newest transformers that is promised."""
+    (version,) = pinned("newest").values()
+    above = next(s.version for r in REQUIREMENTS if r.name == "transformers" for s in r.specifier if s.operator == "<")
+    major, minor = Version(version).release[:2]
+    assert above == f"{major}.{minor + 1}"
+
+
+@pytest.mark.parametrize("name", ["floor", "cpu", "newest", "cuda"])
 def test_pinned_versions_are_allowed(name: str) -> None:
     """No constraint lies outside of the ranges."""
     versions = pinned(name)

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spmdrl.config import Config
 from spmdrl.config.strict import read_json
 from spmdrl.families import family_of
+from spmdrl.model.few_bits import quantization_of
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
 # Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them.
@@ -96,13 +97,20 @@ def hybrid_arguments(model_config: Any) -> dict[str, Any]:
     }
 
 
-def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
-    """Return the argument by which SGLang reads such a model's config as transformers does; none for other models.
-
-    SGLang's own classes for these configs know the names of older checkpoints, which transformers no longer writes.
-    """
-    if not is_hybrid(model_config):
+def config_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
+    """Return the argument by which SGLang reads a model's config as the trainer does; none where it does so anyway."""
+    known = _hybrid_settings(model_config) if is_hybrid(model_config) else {}
+    if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they stand for
+        known["quantization_config"] = None
+    if not known:
         return {}
+    given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))
+    return {"json_model_override_args": json.dumps(known | given)}
+
+
+def _hybrid_settings(model_config: Any) -> dict[str, Any]:
+    """Return the settings of a model with gated delta nets by the names of older checkpoints, which transformers no
+    longer writes, and which SGLang's own classes for these configs know."""
     text = model_config.get_text_config()
     # Where transformers gives these models positions of three kinds, they always alternate.
     rotary = text.rope_parameters | ({"mrope_interleaved": True} if "mrope_section" in text.rope_parameters else {})
@@ -114,8 +122,7 @@ def hybrid_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     }
     if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
         known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
-    given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))
-    return {"json_model_override_args": json.dumps(known | given)}
+    return known
 
 
 def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:

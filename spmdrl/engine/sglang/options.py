@@ -24,9 +24,9 @@ from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import (
+    config_overrides,
     hybrid_arguments,
     hybrid_environment,
-    hybrid_overrides,
     hybrid_problems,
     rotary_problems,
 )
@@ -334,7 +334,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
     if not on_cpu and "cuda_graph" in release:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it they stay
     return SGLangOptions(
-        arguments=arguments | rollout.sglang | hybrid_overrides(cfg, model_config),
+        arguments=arguments | rollout.sglang | config_overrides(cfg, model_config),
         environment=environment,
         owner=f"{os.getpid()}",
         release=release,

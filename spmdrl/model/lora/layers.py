@@ -16,6 +16,7 @@ from spmdrl.model.checkpointing import cheap_products
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
+    LatentLinear,
     RowwiseLinear,
     RowwiseSplittingLinear,
     own_weight,
@@ -100,6 +101,8 @@ class LinearTarget:
         if isinstance(layer, RowwiseLinear) and not isinstance(layer, RowwiseSplittingLinear):
             return lambda x: self._of_own_columns(x, *pair.plain(), tp)
         count_once(pair.a, tp)
+        if isinstance(layer, LatentLinear):
+            return lambda x: layer.for_heads(self._low_rank(x, *pair.plain()))
         return lambda x: self._low_rank(x, *pair.plain())
 
     def _of_own_rows(self, x: Tensor, a: Tensor, b: Tensor, tp: DeviceMesh) -> Tensor:
