@@ -53,6 +53,14 @@ def refusal_of_config(config: Any) -> str | None:
     return None
 
 
+def _share_weights(model: PreTrainedModel) -> bool:
+    """True where a weight belongs to several layers."""
+    names = {*(model._no_split_modules or ())}
+    layers = [module for module in Trunk(model).decoder.modules() if type(module).__name__ in names]
+    weights = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    return len({*weights}) < len(weights)
+
+
 def _hears(config: Any) -> bool:
     """True for a model with a tower for sounds."""
     parts = (config, getattr(config, "thinker_config", None))
@@ -70,6 +78,11 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
     if unknown := set(layers) - _ATTENTION_LAYERS - RECURRENT_KINDS - BOTH_KINDS - OTHER_KINDS:
         reason = next((_REASONS[kind] for kind in sorted(unknown) if kind in _REASONS), "which are not supported")
         return f"{name} has layers of type {', '.join(sorted(unknown))}, {reason}"
+    if _share_weights(model):
+        return (
+            f"{name} has layers that share their weights, and a layer's weights are sharded and gathered with that layer "
+            "alone; train a model whose layers have weights of their own, such as Nemotron-H or Granite 4"
+        )
     num_recurrent = sum(kind in RECURRENT_KINDS | BOTH_KINDS for kind in layers)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
         return f"{name} has recurrent layers whose state would leak from one packed sequence into the next"

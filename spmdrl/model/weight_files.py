@@ -59,7 +59,7 @@ class _Index(BaseModel):
 
 
 def stored_weights(path: str | Path) -> dict[str, StoredWeight]:
-    """Open the weights of a model directory by their names in its files, those of few bits as the numbers they stand for.
+    """Open a model directory's weights by their names in its files, those of few bits as the numbers they stand for.
 
     Nothing but the heads of files is read before a weight is. Raises UserError, OSError and SafetensorError.
     """
@@ -258,6 +258,6 @@ def few_bits_line(path: str) -> str | None:
     if quantization is None:
         return None
     return (
-        f"the weights of model.path are stored in few bits ({method_of(quantization)}) and read as the bfloat16 numbers "
-        "that they stand for; what is trained, sampled with and exported is whole"
+        f"the weights of model.path are stored in few bits ({method_of(quantization)}) and read as the bfloat16 "
+        "numbers that they stand for; what is trained, sampled with and exported is whole"
     )

@@ -32,8 +32,8 @@ def save_text_model(source: Path, destination: Path) -> int:
         raise UserError(f"{source}: transformers has no text model for {config.model_type}")
     if quantization := quantization_of(source):
         raise UserError(
-            f"{source} has weights of few bits ({method_of(quantization)}); make them bfloat16 with spmdrl dequantize, and "
-            "save the text model of that"
+            f"{source} has weights of few bits ({method_of(quantization)}); make them bfloat16 with spmdrl dequantize, "
+            "and save the text model of that"
         )
     if destination.exists():
         raise UserError(f"{destination} exists; name a new directory")

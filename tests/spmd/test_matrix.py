@@ -198,7 +198,7 @@ def test_every_layout_of_gated_delta_nets_gives_what_one_rank_gives(save: Callab
 # Other families, and the layouts that they have. Where logits are made small, so are gradients.
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "deepseek_v2": (("tp 2",), {}),
-    "glm4_moe_lite": (("tp 2", "tp 4"), {}),
+    "glm4_moe_lite": (("tp 2", "dp 2 x tp 2"), {}),
     "minicpm3": (("tp 2",), {}),
     "deepseek_v3": (("cp 2", "cp 2 (ulysses)", "tp 2", "ep 2"), {"n_routed_experts": 8}),
     "gemma4_text": (("cp 2", "cp 2 (ulysses)"), {"seed": 3}),  # of others some gradients are sums of nearly nothing

@@ -35,6 +35,7 @@ from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
+from tests.helpers.few_bits import save_gpt_oss_in_mxfp4
 from tests.helpers.models import GATED_DELTA_NET, SIZES, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
@@ -270,6 +271,12 @@ def test_a_hybrid_config_is_told_by_the_names_that_sglang_knows(tmp_path: Path) 
         told = json.loads(started(config(tmp_path, *overrides), "cuda", model).arguments["json_model_override_args"])
         assert (told["full_attention_interval"], told["rope_theta"], told["partial_rotary_factor"]) == (2, theta, 0.5)
         assert told["rope_parameters"] == rotary
+
+
+def test_weights_of_few_bits_are_whole_for_sglang(tmp_path: Path) -> None:
+    cfg = config(tmp_path, f"model.path={save_gpt_oss_in_mxfp4(tmp_path / 'model')}")
+    arguments = started(cfg, "cuda", load_model_config(cfg.model)).arguments
+    assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3VLConfig,
     RecurrentGemmaConfig,
     SmolVLMConfig,
+    Zamba2Config,
 )
 
 from spmdrl.engine.torch.engine import TorchEngine
@@ -68,6 +69,7 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, str]] = {
     "LongCat Flash": (LongcatFlashConfig(), "longcat_flash has zero_expert_num = 256 experts that compute nothing"),
     "Llama with Command R's setting": (LlamaConfig(**LAYERS, logit_scale=0.0625), "llama with logit_scale = 0.0625"),
     "Jamba": (JambaConfig(**LAYERS), "JambaForCausalLM has layers of type|JambaForCausalLM .* leak"),
+    "Zamba2": (Zamba2Config(), "Zamba2ForCausalLM has layers that share their weights"),
     "RecurrentGemma": (RecurrentGemmaConfig(**LAYERS), "RecurrentGemmaForCausalLM .* leak"),
     "MiniMax": (MiniMaxConfig(**LAYERS), "MiniMaxForCausalLM .* leak"),
 }
