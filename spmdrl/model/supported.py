@@ -80,8 +80,8 @@ def refusal_of_model(model: PreTrainedModel, attention: str) -> str | None:
         return f"{name} has layers of type {', '.join(sorted(unknown))}, {reason}"
     if _share_weights(model):
         return (
-            f"{name} has layers that share their weights, and a layer's weights are sharded and gathered with that layer "
-            "alone; train a model whose layers have weights of their own, such as Nemotron-H or Granite 4"
+            f"{name} has layers that share their weights, and a layer's weights are sharded and gathered with that "
+            "layer alone; train a model whose layers have weights of their own, such as Nemotron-H or Granite 4"
         )
     num_recurrent = sum(kind in RECURRENT_KINDS | BOTH_KINDS for kind in layers)
     if (model._is_stateful or num_recurrent) and not restartable_layers(model) == num_recurrent > 0:
