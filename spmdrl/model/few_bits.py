@@ -113,7 +113,7 @@ def _slices(ranges: Sequence[range]) -> tuple[slice, ...]:
 
 
 def _blocks_of(numbers: range, size: int) -> range:
-    """Return the blocks of so many numbers that have some of these."""
+    """Return the blocks, each of `size` numbers, that have some of these."""
     return range(numbers.start // size, -(-numbers.stop // size))
 
 
