@@ -23,7 +23,7 @@ from spmdrl.types import UserError
 def dequantize(source: Path, destination: Path) -> int:
     """Write the directory with bfloat16 weights, and return the number of weights that were of few bits.
 
-    It works file by file, and needs the memory of the largest one. All other files are copied. Raises UserError when the
+    It takes a file at a time, and the memory of the largest. All other files are copied. Raises UserError when the
     source is not in a format that is known here, and when it lacks scales.
     """
     if not (source / "config.json").is_file():
