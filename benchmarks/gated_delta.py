@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from spmdrl.model.kernels import runs_of_equal_length
 from spmdrl.model.layers import set_classes
 from spmdrl.model.recurrent import packed_layers
 
@@ -93,9 +93,11 @@ def ways(args: argparse.Namespace) -> dict[str, Layer]:
     set_classes(packed_layers(ours))
 
     def per_length(hidden: Tensor, lengths: list[int]) -> Tensor:
-        outputs = []
-        for tokens, count, length in runs_of_equal_length(lengths):
-            outputs.append(plain(hidden[0, tokens].unflatten(0, (count, length))).flatten(0, 1))
+        outputs, start = [], 0
+        for length, run in groupby(lengths):
+            tokens = slice(start, start + length * len([*run]))
+            outputs.append(plain(hidden[0, tokens].unflatten(0, (-1, length))).flatten(0, 1))
+            start = tokens.stop
         return torch.cat(outputs).unsqueeze(0)
 
     def padded(hidden: Tensor, lengths: list[int]) -> Tensor:

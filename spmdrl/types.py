@@ -406,10 +406,24 @@ class TopTokens:
         return TopTokens(*(x.to(device, non_blocking=not waits) for x in (self.token_ids, self.logprobs)))
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The U tokens of a micro-batch that are computed where sequences begin alike: each once, by node, depth first.
+
+    A sequence is a path of nodes from a root. A node's descendants follow it without a gap.
+    """
+
+    tokens: Tensor  # [U] int64, their places in the micro-batch; of a token that is shared, one of them
+    rows: Tensor  # [T] int64, the place of each token of the micro-batch among the U
+    lengths: tuple[int, ...]  # [N] tokens of each node
+    parents: tuple[int, ...]  # [N], each before its children; -1 for a root
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The input of one forward pass on one rank: S sequences laid end to end, T tokens in all.
 
+    With a `tree` a forward pass computes fewer than T. All columns are about the T: who reads them knows of no tree.
     Each phase of a step fills its own columns, in the order below; before that they are None or empty.
     """
 
@@ -439,6 +453,7 @@ class MicroBatch:
     hints: tuple[Hint, ...] = ()  # [S]
     # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
     routes: Tensor | None = None
+    tree: PrefixTree | None = None  # where sequences that begin alike are computed once; None: all T tokens are
 
     # images: `step/images.py`, where there are some
     # The features of each distinct image by a frozen tower, in the order of their first places: [num_tokens, L, D],
@@ -489,6 +504,11 @@ class MicroBatch:
         assert self.distill_weights is not None, "no token of this micro-batch is distilled"
         is_its = torch.tensor([teacher == place for teacher in self.sequence_teacher])
         return is_its.repeat_interleave(torch.tensor(self.seqlens)) & (self.distill_weights.cpu() != 0)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of a forward pass, on all ranks that share it."""
+        return len(self.token_ids if self.tree is None else self.tree.tokens)
 
     @property
     def seqlens(self) -> list[int]:

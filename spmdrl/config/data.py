@@ -149,6 +149,10 @@ class PackConfig(Section):
     balance: Literal["tokens", "flops"] = "tokens"
     """Quantity that is balanced over ranks and micro-batches: tokens, or FLOPs, where those of attention grow with the
     square of a sequence's length. See `docs/packing.md`."""
+    prefix_tree: Literal["off", "auto"] = "off"
+    """`auto` computes tokens that sequences of a micro-batch begin with alike once: the prompt of a group, the history
+    of an episode's turns, a system prompt. Budget and balance count them once, too. Where this would not save a tenth
+    of a mini-batch's cost, it is packed as with `off`. See `docs/packing.md`."""
     max_patches_per_pass: Count = 16384
     """Most patches of images that a frozen tower, or the torch engine's, looks at in one pass, unless one image has
     more by itself."""
@@ -160,4 +164,13 @@ def one_size_of_micro_batches(pack: PackConfig) -> Iterator[str]:
         yield (
             "set one of max_tokens_per_micro_batch and sequences_per_micro_batch, and not both; on the command "
             "line the whole table can be replaced: 'pack={ sequences_per_micro_batch = 4 }'"
+        )
+
+
+@rule(PackConfig)
+def prefix_trees_need_a_budget(pack: PackConfig) -> Iterator[str]:
+    if pack.prefix_tree != "off" and pack.sequences_per_micro_batch is not None:
+        yield (
+            f'prefix_tree = "{pack.prefix_tree}" counts shared tokens in a token budget, but sequences_per_micro_batch '
+            f"= {pack.sequences_per_micro_batch} counts sequences; set max_tokens_per_micro_batch in its place"
         )

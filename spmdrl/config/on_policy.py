@@ -82,6 +82,8 @@ def _trainer_kernels(cfg: Config) -> Iterator[str]:
         yield f'model.attention = "{cfg.model.attention}" is not exact, and "auto" is'
     if cfg.model.compute_dtype == "float16":
         yield 'model.compute_dtype = "float16" has no exact kernels, and "float32" and "bfloat16" have'
+    if cfg.pack.prefix_tree != "off":
+        yield f'pack.prefix_tree = "{cfg.pack.prefix_tree}" sums attention in parts, and no engine does'
 
 
 def _merged_adapters(cfg: Config) -> Iterator[str]:

@@ -38,6 +38,7 @@ class Plan:
     sequences_together: int = 1  # of a rollout: 2 where they are a pair, which one micro-batch has
     cost_per_token: int = 1  # of a sequence, in whatever unit, when work is balanced
     cost_per_squared_token: int = 0
+    shares_prefixes: bool = False  # whether tokens that sequences begin with alike are computed once
     ranks_per_share: int = 1  # neighbours that train on the same sequences
     engine_ranks: int = 0  # ranks, the last ones, that only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
@@ -129,6 +130,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         max_groups=(
             int(prompts * cfg.rollout.max_draw_ratio + 1e-9) if cfg.rollout.dynamic_sampling else prompts + extra_groups
         ),
+        shares_prefixes=cfg.pack.prefix_tree == "auto",
         ranks_per_share=ranks_per_share,
         engine_ranks=engine_ranks,
         steps_ahead=cfg.steps_ahead,
@@ -162,6 +164,7 @@ def make_tuning_plan(cfg: TuningConfig, *, num_ranks: int) -> Plan:
         eval_every=0 if eval_every == "never" else eval_every,
         checkpoint_every=cfg.checkpoint.every,
         export_every=cfg.export.every,
+        shares_prefixes=cfg.pack.prefix_tree == "auto",
         ranks_per_share=ranks_per_share,
     )
 

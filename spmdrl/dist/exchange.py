@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.dist.collectives import gather_rows
+from spmdrl.algo.prefix_tree import block_hashes, compared_tokens
+from spmdrl.dist.collectives import gather_objects, gather_rows
 from spmdrl.types import NO_TEACHER, Hint, ImageSpan, Place, Sequence, TurnSpan
 
 
@@ -37,6 +39,8 @@ class SequenceInfo:
     num_replaced: int = 0
     num_layers: int = 0  # of its routes, 0 without any
     num_chosen: int = 0  # experts of a token in a layer
+    # Of its first blocks of tokens, as far as another sequence of its rank begins with them: `algo/prefix_tree.py`.
+    block_hashes: tuple[int, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -83,6 +87,15 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
     everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 15))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
+
+
+def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
+    """Return the infos of all ranks' sequences with their hashes; every rank of the mesh calls this with its own."""
+    mine = {s.place: block_hashes(compared_tokens(s)) for s in sequences}
+    counts = Counter(chain.from_iterable(mine.values()))
+    shared = {place: tuple(takewhile(lambda block: counts[block] > 1, blocks)) for place, blocks in mine.items()}
+    found = {place: blocks for part in gather_objects(mesh, shared) for place, blocks in part.items()}
+    return [replace(info, block_hashes=found[info.place]) for info in infos]
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:

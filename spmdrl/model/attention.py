@@ -180,6 +180,11 @@ def packed_attention(
     causal = causal_attention(SequenceLayout(seqlens, cu_seqlens, sampled=sampled), kernel)
     if blocks:
         causal = seeing_blocks(causal, seqlens, blocks, kernel)
+    return on_packed(causal)
+
+
+def on_packed(causal: CausalAttention) -> Attend:
+    """Return attention that takes and gives tensors as transformers' layers do."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -63,7 +63,7 @@ CausalAttention = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]
 #
 # A head's sink is one more logit in each of its softmaxes. It takes probability away from the keys and has no value
 # of its own. A kernel that returns only its output is given the sink as one more key. For a kernel that also returns
-# its normalizer, the output is rescaled afterwards.
+# its normalizer, the output is rescaled afterwards. So are the outputs of several calls, each over a part of the keys.
 
 
 def prepend_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ def prepend_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tenso
 class NormalizerKernel(Protocol):
     """Attention that also returns the logarithm of each softmax's denominator, and its backward pass.
 
-    q, out and grad are [T, H, D], k and v [keys, H, D]; lse is [H, T] float32.
+    q, out and grad are [T, H, D], k and v [keys, H, D]; lse is [H, T] float32, of a kernel for float64 float64.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,35 +96,78 @@ class NormalizerKernel(Protocol):
         ...
 
 
-def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: NormalizerKernel) -> Tensor:
-    """Attention [T, H, D] by `kernel` with sinks [H] in its softmaxes; differentiable in all four tensors."""
-    out: Tensor = _AttentionWithSinks.apply(q, k, v, sinks, kernel)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One more call of a kernel: some of the queries, and keys that they see besides."""
+
+    kernel: NormalizerKernel
+    queries: Tensor  # [Q] int64, rows of all queries, each once
+    keys: Tensor  # [L] int64, rows of all keys, each once
+
+
+def attention_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: NormalizerKernel, parts: Sequence[Part] = ()
+) -> Tensor:
+    """Attention [T, H, D] by `kernel`, over the keys of further parts as well, with sinks [H] in its softmaxes;
+    differentiable in all four tensors."""
+    out: Tensor = _AttentionInParts.apply(q, k, v, sinks, kernel, parts)
     return out
 
 
-class _AttentionWithSinks(torch.autograd.Function):
-    """Shrink the output of attention without sinks: a sink only enlarges the denominator of its softmax.
+class _AttentionInParts(torch.autograd.Function):
+    """Weigh the output of each call by its share of the whole denominator, of which a sink is a part without a value.
 
-    The kernel's own backward pass works unchanged. It computes p = exp(score - lse) and
-    d score = p * (grad . v - grad . out), which stay true with the enlarged lse and the smaller out. The value of a
-    sink is 0, hence d sink = -p_sink * (grad . out).
+    The kernels' own backward passes work unchanged. They compute p = exp(score - lse) and
+    d score = p * (grad . v - grad . out), which stay true for some of the keys with the lse and out of all. The value
+    of a sink is 0, hence d sink = -p_sink * (grad . out).
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: NormalizerKernel) -> Tensor:
-        without, lse_without = kernel.forward(q, k, v)
-        lse = torch.logaddexp(lse_without, sinks.float()[:, None])
-        out = (without * (lse_without - lse).exp().t()[..., None]).to(without.dtype)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        kernel: NormalizerKernel,
+        parts: Sequence[Part],
+    ) -> Tensor:
+        out, lse = kernel.forward(q, k, v)
+        dtype, out = out.dtype, out.to(lse.dtype) if parts else out
+        for part in parts:
+            rows = part.queries
+            more, lse_of_part = part.kernel.forward(q[rows], k[part.keys], v[part.keys])
+            before = lse[:, rows]
+            lse[:, rows] = whole = torch.logaddexp(before, lse_of_part)
+            out[rows] = out[rows] * _of_heads((before - whole).exp()) + more * _of_heads((lse_of_part - whole).exp())
+        if sinks is not None:
+            without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = out * _of_heads((without - lse).exp())
+        out = out.to(dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.parts = kernel, parts
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_q, grad_k, grad_v = ctx.kernel.backward(grad, q, k, v, out, lse)
-        p_sink = (sinks.float()[:, None] - lse).exp()  # [H, T]
-        grad_sinks = -(p_sink * (grad.float() * out.float()).sum(-1).t()).sum(1)
-        return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype), None
+        grad, by_sinks = grad.contiguous(), None
+        grads = ctx.kernel.backward(grad, q, k, v, out, lse)
+        if ctx.parts:
+            grads = tuple(x.to(lse.dtype) for x in grads)
+        for part in ctx.parts:
+            rows, keys = part.queries, part.keys
+            of_queries, of_keys = (grad[rows], q[rows]), (k[keys], v[keys])
+            of_part = part.kernel.backward(*of_queries, *of_keys, out[rows], lse[:, rows].contiguous())
+            for whole, more, its_rows in zip(grads, of_part, (rows, keys, keys), strict=True):
+                whole[its_rows] += more
+        if sinks is not None:
+            p_sink = (sinks.to(lse.dtype)[:, None] - lse).exp()  # [H, T]
+            by_sinks = -(p_sink * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()).sum(1).to(sinks.dtype)
+        return *(x.to(q.dtype) for x in grads), by_sinks, None, None
+
+
+def _of_heads(weights: Tensor) -> Tensor:
+    """[H, T] to [T, H, 1]."""
+    return weights.t()[..., None]

@@ -33,7 +33,7 @@ _EXPENSIVE = frozenset(
         "mkldnn::_linear_pointwise",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "spmdrl::short_attention",
-        "spmdrl::capped_attention",
+        "spmdrl::plain_attention",
         "spmdrl::gated_delta_rule",
         "spmdrl::state_space_rule",
         "aten::_scaled_dot_product_flash_attention",

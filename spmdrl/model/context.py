@@ -145,7 +145,7 @@ def context_attention(
     assert sum(seqlens) % mesh.size() == 0, f"{sum(seqlens)} tokens cannot be split into {mesh.size()} equal chunks"
     if style == "ulysses":
         causal = causal_attention(SequenceLayout(seqlens, cu_seqlens), kernel)
-        return _UlyssesAttention(seeing_blocks(causal, seqlens, blocks, kernel) if blocks else causal, mesh)
+        return UlyssesAttention(seeing_blocks(causal, seqlens, blocks, kernel) if blocks else causal, mesh)
     assert not blocks, "a chunk could divide a block: preflight refuses it"
     heads_per_group = functools.partial(_heads_per_group, sum(seqlens))
     num_tokens = sum(seqlens) // mesh.size()
@@ -158,7 +158,7 @@ def context_attention(
         mine, earlier = chunks[rank]
         offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
         assert kernel != "invariant", "true_on_policy = true was not refused with parallel.cp"
-        attend = causal_attention(SequenceLayout(mine, offsets, earlier), kernel)
+        attend = causal_attention(SequenceLayout(mine, offsets, (earlier,)), kernel)
         return _ChunkView(attend, send=sent[rank], receive=[by_sender[rank] for by_sender in sent])
 
     gathered = _AllGatherAttention(chunk_view, heads_per_group, mesh)
@@ -323,7 +323,7 @@ def _with_earlier_tokens(local: Tensor, view: _ChunkView, mesh: DeviceMesh) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class _UlyssesAttention:
+class UlyssesAttention:
     """Exchange tokens for heads, attend over all tokens of this rank's heads, and exchange back."""
 
     attend: CausalAttention

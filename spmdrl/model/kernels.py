@@ -1,26 +1,26 @@
 """Causal attention of one rank over packed sequences, by each of the kernels.
 
-Under context parallelism a rank's first sequence may have begun on an earlier rank: then it has more keys than queries,
-because the queries also see the earlier tokens. A sequence's last query and last key are always the same token.
+A sequence may have more keys than queries, because the queries also see earlier tokens: those on earlier ranks, under
+context parallelism, or those of the nodes above, in a prefix tree. Its last query and last key are the same token.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_with_sinks, prepend_sink
-from spmdrl.model.capped import capped_attention
+from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_in_parts, prepend_sink
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact.invariant import causal_in_tiles
 from spmdrl.model.exact.sglang_attention import causal_as_engine
+from spmdrl.model.plain_attention import capped_attention
 from spmdrl.types import UserError
 
 Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]
@@ -28,12 +28,17 @@ Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """The division of T queries and earlier + T keys into S packed sequences."""
+    """The division of T queries, and of as many keys or more, into S packed sequences."""
 
     seqlens: list[int]  # [S] queries of each sequence
     cu_seqlens: Tensor  # [S+1] int32, the same lengths as offsets, on the device of the tokens
-    earlier: int = 0  # keys before the first query; they belong to the first sequence
+    earlier: Sequence[int] = ()  # keys before the first query, of the first sequences or all; others have none
     sampled: Tensor | None = None  # [T] bool, tokens that an engine decoded one by one; only its own kernels read it
+
+    @property
+    def key_lengths(self) -> list[int]:
+        """Keys of each sequence, [S]."""
+        return [queries + more for queries, more in zip_longest(self.seqlens, self.earlier, fillvalue=0)]
 
 
 def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
@@ -42,7 +47,7 @@ def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
         return functools.partial(_sdpa_in_runs, layout)
     if kernel == "invariant":
         plain = functools.partial(_sdpa_in_runs, layout)
-        return functools.partial(causal_in_tiles, layout.seqlens, layout.earlier, plain)
+        return functools.partial(causal_in_tiles, layout.seqlens, sum(layout.earlier), plain)
     if kernel == "sglang_fa3" or kernel == "sglang_triton":
         assert not layout.earlier and layout.sampled is not None, "an engine's kernels need whole rollouts"
         return functools.partial(
@@ -72,31 +77,20 @@ def refuse_sinks(kernel: Kernel, layer: AttentionLayer) -> None:
 # --- sdpa ------------------------------------------------------------------------------------------------------------
 
 
-def runs_of_equal_length(seqlens: list[int], start: int = 0) -> Iterator[tuple[slice, int, int]]:
-    """Group neighbouring sequences of equal length: yield (tokens, number of sequences, length of each).
-
-    The first sequence begins at token `start`. Packing sorts by length, so runs are long.
-    """
-    for length, run in groupby(seqlens):
-        count = sum(1 for _ in run)
-        yield slice(start, start + count * length), count, length
-        start += count * length
-
-
 def _runs(layout: SequenceLayout) -> Iterator[tuple[slice, slice, int]]:
     """Yield (queries, keys, number of sequences) for each run of sequences with equal numbers of queries and keys."""
-    start, rest = 0, layout.seqlens
-    if layout.earlier:
-        start, *rest = layout.seqlens
-        yield slice(0, start), slice(0, layout.earlier + start), 1
-    for tokens, count, _ in runs_of_equal_length(rest, start):
-        yield tokens, slice(layout.earlier + tokens.start, layout.earlier + tokens.stop), count
+    end_query = end_key = 0
+    for (queries, keys), run in groupby(zip(layout.seqlens, layout.key_lengths, strict=True)):
+        count = sum(1 for _ in run)
+        first_query, first_key = end_query, end_key
+        end_query, end_key = first_query + count * queries, first_key + count * keys
+        yield slice(first_query, end_query), slice(first_key, end_key), count
 
 
 def _sdpa_in_runs(layout: SequenceLayout, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
     """Call sdpa once for each run of sequences of equal length; the room for a CPU has more for short ones."""
     room = cpu_room() if q.device.type == "cpu" else None
-    if room is not None and q.dtype == torch.float32 and layer.is_plain and not layout.earlier:
+    if room is not None and q.dtype == torch.float32 and layer.is_plain and not any(layout.earlier):
         return room.attend_packed(q, k, v, layout.seqlens, layer, _sdpa_run)
     outputs = [_sdpa_run(q[queries], k[keys], v[keys], count, layer) for queries, keys, count in _runs(layout)]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -141,7 +135,7 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 # --- CUDA kernels ----------------------------------------------------------------------------------------------------
 
 
-class _Offsets(NamedTuple):
+class Offsets(NamedTuple):
     """A layout's offsets, in the order of the kernels' arguments."""
 
     cu_queries: Tensor  # [S+1] int32
@@ -150,10 +144,19 @@ class _Offsets(NamedTuple):
     max_keys: int
 
 
-def _offsets(layout: SequenceLayout) -> _Offsets:
-    cu_keys = F.pad(layout.cu_seqlens[1:] + layout.earlier, (1, 0))
-    longest = max(layout.seqlens)
-    return _Offsets(layout.cu_seqlens, cu_keys, longest, max(longest, layout.earlier + layout.seqlens[0]))
+def _offsets(layout: SequenceLayout) -> Offsets:
+    return offsets_of(layout.seqlens, layout.key_lengths, layout.cu_seqlens)
+
+
+def offsets_of(queries: list[int], keys: list[int], cu_queries: Tensor) -> Offsets:
+    """Return the offsets of sequences with these numbers of queries and keys; `cu_queries` says where they are."""
+    cu_keys = cu_queries if keys == queries else cumulative(keys, cu_queries.device)
+    return Offsets(cu_queries, cu_keys, max(queries), max(keys))
+
+
+def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return lengths [S] as offsets [S+1] int32."""
+    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
 
 
 def window_size(layer: AttentionLayer) -> tuple[int, int]:
@@ -162,7 +165,7 @@ def window_size(layer: AttentionLayer) -> tuple[int, int]:
 
 
 def load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
-    """Load a CUDA kernel as a `CausalAttention` that takes _Offsets first. Raises UserError when it is not installed.
+    """Load a CUDA kernel as a `CausalAttention` that takes Offsets first. Raises UserError when it is not installed.
 
     All of these kernels align the last query with the last key where a sequence has more keys than queries.
     """
@@ -181,7 +184,7 @@ def load_varlen(kernel: Kernel) -> Callable[..., Tensor]:
 
 
 def _flash_attn(
-    run: Callable[..., Any], kernel: Kernel, offsets: _Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
+    run: Callable[..., Any], kernel: Kernel, offsets: Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
     refuse_sinks(kernel, layer)
     out: Tensor | tuple[Tensor, ...] = run(
@@ -199,23 +202,24 @@ def _flash_attn(
 
 
 def _torch_varlen(
-    run: Callable[..., Any], offsets: _Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
+    run: Callable[..., Any], offsets: Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
     # Repeated, not enable_gqa: torch 2.11 has no such argument.
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
     if layer.sinks is not None:
-        return attention_with_sinks(q, k, v, layer.sinks, _FlashWithNormalizer(offsets, layer))
+        return attention_in_parts(q, k, v, layer.sinks, FlashWithNormalizer(offsets, layer))
     out: Tensor = run(q, k, v, *offsets, scale=layer.scale, window_size=window_size(layer))
     return out
 
 
 @dataclass(frozen=True, slots=True)
-class _FlashWithNormalizer:
+class FlashWithNormalizer:
     """torch's flash kernel with its normalizer; `varlen_attn` itself can only differentiate the output."""
 
-    offsets: _Offsets
+    offsets: Offsets
     layer: AttentionLayer
+    sees_all: bool = False  # queries see all keys of their sequence, and not only earlier ones
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -233,8 +237,8 @@ class _FlashWithNormalizer:
         )
 
     def _is_causal(self) -> bool:
-        return self.layer.window is None
+        return self.layer.window is None and not self.sees_all
 
     def _options(self) -> dict[str, Any]:
-        before, after = window_size(self.layer)
+        before, after = (-1, -1) if self.sees_all else window_size(self.layer)
         return {"scale": self.layer.scale, "window_size_left": before, "window_size_right": after}

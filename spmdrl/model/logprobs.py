@@ -65,15 +65,12 @@ def _tile_of(device_type: str) -> Tile:
 FAST_HEAD = Head(linear)
 
 
-def predicting_rows(wanted: Tensor, positions: Tensor, chunk: slice) -> Tensor:
-    """Find the rows of a chunk's hidden states that predict a wanted token; none predicts the first of a sequence.
+def predicting_tokens(wanted: Tensor, positions: Tensor) -> Tensor:
+    """Find the tokens of a micro-batch that predict a wanted one, which is the next: [N] int64, their places.
 
-    wanted (bool) and positions are [T], of all tokens; positions restart at 0 in every sequence. The result is [N]
-    int64, counted from the chunk's start. Row i predicts token chunk.start + i + 1, which may be the first one after
-    the chunk.
+    wanted (bool) and positions are [T]; positions restart at 0 in every sequence, whose first token none predicts.
     """
-    predicted = slice(chunk.start + 1, chunk.stop + 1)
-    return torch.nonzero(wanted[predicted] & (positions[predicted] != 0)).flatten()
+    return torch.nonzero(wanted[1:] & (positions[1:] != 0)).flatten()
 
 
 def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:

@@ -7,6 +7,7 @@ exchange them for heads; those that have a part of a group's heads each get what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.families import FAMILIES
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
-from spmdrl.model.short_conv import LayerStates, convolve
+from spmdrl.model.layer_states import LayerStates, NodeLevels, mix_sequences
+from spmdrl.model.short_conv import convolve
 from spmdrl.model.ssd import state_space_rule
 
 
@@ -54,7 +56,7 @@ class _Mamba2(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        seqlens: list[int] | None = None,
+        seqlens: list[int] | NodeLevels | None = None,
         states: LayerStates | None = None,
         cache_params: Any = None,
         attention_mask: Tensor | None = None,
@@ -70,7 +72,7 @@ class _Mamba2(nn.Module):
         gate, mixed, steps = projected.split((self.intermediate_size, len(self.conv1d.weight), self.num_heads), dim=-1)
         weights = _Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.A_log, self.dt_bias, self.D)
         if self.context is None:
-            out = self._mix(mixed, steps, weights, seqlens, states)
+            out = mix_sequences(self._mix, (mixed, steps), weights, seqlens, states)
         else:
             assert states is None, "engines sample whole sequences"
             out = self._mix_own_heads(mixed, steps, weights, seqlens, self.context)
@@ -88,7 +90,7 @@ class _Mamba2(nn.Module):
         return normed
 
     def _mix_own_heads(
-        self, mixed: Tensor, steps: Tensor, weights: _Weights, seqlens: list[int], mesh: DeviceMesh
+        self, mixed: Tensor, steps: Tensor, weights: _Weights, seqlens: list[int] | NodeLevels, mesh: DeviceMesh
     ) -> Tensor:
         """Exchange tokens for heads, mix all tokens in this rank's heads, and exchange back."""
         rank, num_ranks = mesh.get_local_rank(), mesh.size()
@@ -111,13 +113,14 @@ class _Mamba2(nn.Module):
             *(x.chunk(num_ranks)[rank] for x in heads),
         )
         *own_mixed, own_steps = tokens_for_heads([*parts(mixed, 1), steps], mesh)
-        out = self._mix(torch.cat(own_mixed, dim=-1), own_steps, own_weights, seqlens, None)
+        out = mix_sequences(self._mix, (torch.cat(own_mixed, dim=-1), own_steps), own_weights, seqlens)
         return heads_for_tokens(out, mesh)
 
     def _mix(
-        self, mixed: Tensor, steps: Tensor, weights: _Weights, seqlens: list[int], states: LayerStates | None
+        self, per_token: Sequence[Tensor], weights: _Weights, seqlens: list[int], states: LayerStates | None
     ) -> Tensor:
         """Convolve values, keys and queries side by side [T, C], and apply the rule with time steps [T, H]."""
+        mixed, steps = per_token
         before, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
         mixed, left = convolve(mixed, weights.conv, weights.conv_bias, self.activation, seqlens, states, before)
         width = steps.shape[1] * self.head_dim

@@ -15,18 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from spmdrl.families import LogitScale, VisionFamily
-from spmdrl.model.attention import IMPLEMENTATION, packed_attention
+from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
-from spmdrl.model.context import Style, context_attention, gather_tokens
+from spmdrl.model.context import Style, UlyssesAttention, context_attention, gather_tokens
 from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.logprobs import place_at, predicting_rows
+from spmdrl.model.layer_states import NodeLevels
+from spmdrl.model.logprobs import place_at, predicting_tokens
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.routes import FREE, Routers
 from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.model.top_tokens import top_tokens
+from spmdrl.model.tree_attention import tree_attention
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import Grid, ImageSpan, MicroBatch, TopTokens
 
@@ -121,12 +123,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _PredictingRows:
-    """The rows of this rank's chunk that predict a wanted token. There may be none; the head computes all the same."""
+    """The rows of this rank's chunk that predict a wanted token. There may be none; the head computes all the same.
+
+    Tokens that sequences have in common predict several: such a row is there as often.
+    """
 
     hidden: Tensor  # [N, D], output of the last layer
     rows: Tensor  # [N] int64, places of the rows in the chunk
     token_ids: Tensor  # [N] int64, the tokens they predict
-    chunk_tokens: int
     tokens: Tensor  # [N] int64 on the host, places of the tokens they predict in the micro-batch
 
 
@@ -182,27 +186,33 @@ class PackedModel(nn.Module):
 
     def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
         """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""
-        chunk = self._chunk(len(micro_batch.token_ids))
+        hidden, rows, tokens = self._hidden_at(micro_batch, predicting_tokens(wanted, micro_batch.positions))
+        return _PredictingRows(hidden, rows, self._on_device(micro_batch.token_ids[tokens + 1]), tokens + 1)
+
+    def _hidden_at(self, micro_batch: MicroBatch, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the layers on this rank's chunk; return the outputs [N, D] of the last for those of these tokens of the
+        micro-batch that are in the chunk, their rows there, [N] int64, and which they are, the same on the host."""
+        chunk = self._chunk(micro_batch.num_computed)
+        rows = tokens if micro_batch.tree is None else micro_batch.tree.rows[tokens]
+        own = (rows >= chunk.start) & (rows < chunk.stop)
         # Before the layers: a copy from the host may wait for all that the device has to do.
-        found = predicting_rows(wanted, micro_batch.positions, chunk)
-        tokens = chunk.start + found + 1
-        rows, token_ids = map(self._on_device, (found, micro_batch.token_ids[tokens]))
-        hidden = self._hidden(micro_batch, chunk)
-        return _PredictingRows(hidden[rows], rows, token_ids, len(hidden), tokens)
+        own_rows = self._on_device(rows[own] - chunk.start)
+        return self._hidden(micro_batch, chunk)[own_rows], own_rows, tokens[own]
 
     def _hidden(self, micro_batch: MicroBatch, chunk: slice) -> Tensor:
-        """Run the layers on a chunk of the tokens; returns the output of the last, [T of the chunk, D]."""
-        seqlens = micro_batch.seqlens
+        """Run the layers on a chunk of the tokens that are computed; returns the output of the last, [n, D]."""
+        seqlens, tree = micro_batch.seqlens, micro_batch.tree
+        tokens = chunk if tree is None else tree.tokens[chunk]
         if self.routers is not None:
             routes = micro_batch.routes
-            self.routers.replay(None if routes is None else self._on_device(routes[chunk]))
+            self.routers.replay(None if routes is None else self._on_device(routes[tokens]))
         return self.trunk(
-            self._on_device(micro_batch.token_ids[chunk]),
-            self._on_device(self._positions(micro_batch, seqlens)[..., chunk]),
-            lengths=lengths_of_tokens(seqlens)[chunk],
+            self._on_device(micro_batch.token_ids[tokens]),
+            self._on_device(self._positions(micro_batch, seqlens)[..., tokens]),
+            lengths=lengths_of_tokens(seqlens)[tokens],
             images=self._placed(micro_batch, chunk),
             attend=self._attend(micro_batch, seqlens),
-            seqlens=seqlens,
+            seqlens=seqlens if tree is None else NodeLevels(tree, self._device),
         )
 
     def _positions(self, micro_batch: MicroBatch, seqlens: list[int]) -> Tensor:
@@ -227,23 +237,29 @@ class PackedModel(nn.Module):
         table = torch.cat([self._on_device(of_image) for of_image in features])
         starts = accumulate((image.num_tokens for image in distinct.values()), initial=0)
         start_of = dict(zip(distinct, starts, strict=False))
-        rows = placeholder_rows(micro_batch.images)
-        sources = placeholder_rows([replace(image, start=start_of[image.digest]) for image in micro_batch.images])
-        own = (rows >= chunk.start) & (rows < chunk.stop)
-        return PlacedFeatures(self._on_device(rows[own] - chunk.start), table[self._on_device(sources[own])])
+        sources = torch.full_like(micro_batch.token_ids, -1)  # of each token in the table
+        sources[placeholder_rows(micro_batch.images)] = placeholder_rows(
+            [replace(image, start=start_of[image.digest]) for image in micro_batch.images]
+        )
+        own = sources[chunk if micro_batch.tree is None else micro_batch.tree.tokens[chunk]]
+        rows = torch.nonzero(own >= 0).flatten()
+        return PlacedFeatures(self._on_device(rows), table[self._on_device(own[rows])])
 
     def _on_device(self, values: Tensor) -> Tensor:
         """Copy to where the model computes, which is not where FSDP keeps weights that are offloaded."""
-        return values.to(self.model.get_input_embeddings().weight.device, non_blocking=True)
+        return values.to(self._device, non_blocking=True)
 
-    def _per_token(self, values: Tensor, predicting: _PredictingRows) -> Tensor:
-        """Move values [N] from the rows that predict to the tokens they predict: [T], 0 for all others."""
-        return F.pad(self._of_all_tokens(values, predicting.rows, predicting.chunk_tokens)[:-1], (1, 0))
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
 
-    def _of_all_tokens(self, values: Tensor, rows: Tensor, chunk_tokens: int) -> Tensor:
-        """Return values [N] at rows of this rank's chunk, and those of the other ranks' chunks: [T], 0 elsewhere."""
-        placed = place_at(rows, values, chunk_tokens)
-        return placed if self.context is None else gather_tokens(placed, self.context)
+    def _per_token(self, values: Tensor, tokens: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Place values [N] of this rank at their tokens, [N] int64, and those of the other ranks: [T], 0 elsewhere."""
+        placed = place_at(self._on_device(tokens), values, len(micro_batch.token_ids))
+        if self.context is None:
+            return placed
+        return gather_tokens(placed, self.context).unflatten(0, (self.context.size(), -1)).sum(0)
 
     def _chunk(self, num_tokens: int) -> slice:
         """Return this rank's tokens of a micro-batch."""
@@ -256,6 +272,10 @@ class PackedModel(nn.Module):
 
     def _attend(self, micro_batch: MicroBatch, seqlens: list[int]) -> Attend:
         cu_seqlens, blocks = self._on_device(micro_batch.cu_seqlens), self.trunk.seen_whole(micro_batch.images)
+        if micro_batch.tree is not None:
+            assert not blocks, "preflight refuses prefix trees where the tokens of an image see each other"
+            causal = tree_attention(micro_batch.tree, self.kernel, self._device)
+            return on_packed(causal) if self.context is None else UlyssesAttention(causal, self.context)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
             return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)
@@ -317,11 +337,11 @@ class Policy(PackedModel):
             columns = self._taught(micro_batch, predicting, head, options)
         else:
             columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
-        found = TokenLogprobs(*(self._per_token(column, predicting) for column in columns))
+        found = TokenLogprobs(*(self._per_token(column, predicting.tokens, micro_batch) for column in columns))
         if self.routers is None or micro_batch.routes is None:
             return found
         disagreement = self.routers.disagreement[predicting.rows]
-        return replace(found, router_disagreement=self._per_token(disagreement, predicting))
+        return replace(found, router_disagreement=self._per_token(disagreement, predicting.tokens, micro_batch))
 
     def own_routes(self, micro_batch: MicroBatch) -> Tensor:
         """Return the routes of the last forward pass, which was of this micro-batch: [T, L, k] int16, on the host.
@@ -330,9 +350,9 @@ class Policy(PackedModel):
         """
         assert self.routers is not None, "nothing records the routes of this model"
         taken = self.routers.taken.cpu()
-        routes = taken.new_full((len(micro_batch.token_ids), *taken.shape[1:]), FREE)
-        routes[self._chunk(len(micro_batch.token_ids))] = taken
-        return routes
+        routes = taken.new_full((micro_batch.num_computed, *taken.shape[1:]), FREE)
+        routes[self._chunk(micro_batch.num_computed)] = taken
+        return routes if micro_batch.tree is None else routes[micro_batch.tree.rows]
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's rows of the head, weight [V, D] and bias [V]."""
@@ -469,7 +489,7 @@ class Critic(PackedModel):
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Compute values [T] float32, in units of the reward; 0 outside loss_mask."""
         predicting = self._predict(micro_batch, micro_batch.loss_mask)
-        return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting)
+        return self._per_token(self.value_head(predicting.hidden).squeeze(-1), predicting.tokens, micro_batch)
 
 
 class RewardModel(PackedModel):
@@ -490,8 +510,6 @@ class RewardModel(PackedModel):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Compute scores [T] float32 at the tokens of loss_mask, which are the last of their sequences; 0 elsewhere."""
-        chunk = self._chunk(len(micro_batch.token_ids))
-        rows = self._on_device(torch.nonzero(micro_batch.loss_mask[chunk]).flatten())
-        hidden = self._hidden(micro_batch, chunk)
+        hidden, _, tokens = self._hidden_at(micro_batch, torch.nonzero(micro_batch.loss_mask).flatten())
         score: ValueHead = self.model.score  # where transformers' classifiers have it
-        return self._of_all_tokens(score(hidden[rows])[:, self.label], rows, len(hidden))
+        return self._per_token(score(hidden)[:, self.label], tokens, micro_batch)

@@ -10,7 +10,7 @@ that no state goes from rank to rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from spmdrl.families import FAMILIES, family_of
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 from spmdrl.model.layer_kinds import recurrent_layers
+from spmdrl.model.layer_states import LayerStates, NodeLevels, mix_sequences
 from spmdrl.model.mamba2 import MIXERS as MAMBA2
-from spmdrl.model.short_conv import BLOCKS, LayerStates, convolve
+from spmdrl.model.short_conv import BLOCKS, convolve
 from spmdrl.model.short_conv import MIXERS as SHORT_CONVS
 
 
@@ -58,7 +59,7 @@ class _GatedDeltaNet(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        seqlens: list[int] | None = None,
+        seqlens: list[int] | NodeLevels | None = None,
         states: LayerStates | None = None,
         cache_params: Any = None,
         attention_mask: Tensor | None = None,
@@ -73,7 +74,7 @@ class _GatedDeltaNet(nn.Module):
         mixed, z, b, a = self._project(hidden_states[0])
         weights = _Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.A_log, self.dt_bias)
         if self.context is None:
-            out = self._mix(mixed, b, a, weights, seqlens, states)
+            out = mix_sequences(self._mix, (mixed, b, a), weights, seqlens, states)
         else:
             assert states is None, "engines sample whole sequences"
             out = self._mix_own_heads(mixed, b, a, weights, seqlens, self.context)
@@ -82,7 +83,13 @@ class _GatedDeltaNet(nn.Module):
         return projected
 
     def _mix_own_heads(
-        self, mixed: Tensor, b: Tensor, a: Tensor, weights: _Weights, seqlens: list[int], mesh: DeviceMesh
+        self,
+        mixed: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: _Weights,
+        seqlens: list[int] | NodeLevels,
+        mesh: DeviceMesh,
     ) -> Tensor:
         """Exchange tokens for heads, mix all tokens in this rank's heads, and exchange back."""
         rank, num_ranks = mesh.get_local_rank(), mesh.size()
@@ -98,13 +105,14 @@ class _GatedDeltaNet(nn.Module):
             weights.time_step.chunk(num_ranks)[rank],
         )
         *own_mixed, b, a = tokens_for_heads([*mixed.split(widths, dim=-1), b, a], mesh)
-        out = self._mix(torch.cat(own_mixed, dim=-1), b, a, own_weights, seqlens, None)
+        out = mix_sequences(self._mix, (torch.cat(own_mixed, dim=-1), b, a), own_weights, seqlens)
         return heads_for_tokens(out.flatten(1), mesh)
 
     def _mix(
-        self, mixed: Tensor, b: Tensor, a: Tensor, weights: _Weights, seqlens: list[int], states: LayerStates | None
+        self, per_token: Sequence[Tensor], weights: _Weights, seqlens: list[int], states: LayerStates | None
     ) -> Tensor:
         """Convolve, and apply the rule: queries, keys and values side by side [T, C], b, a [T, H] give [T, H, Dv]."""
+        mixed, b, a = per_token
         conv, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
         device = mixed.device.type
         mixed, conv = convolve(mixed, weights.conv, weights.conv_bias, self.activation, seqlens, states, conv)

@@ -6,8 +6,9 @@ Recurrent layers have one in front of their rule. In LFM2 it is all that mixes t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from transformers.activations import ACT2FN
 from spmdrl.families import FAMILIES
 from spmdrl.model import gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
+from spmdrl.model.layer_states import LayerStates, NodeLevels, mix_sequences
 
 
 def causal_conv(
@@ -67,19 +69,6 @@ def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Places
     return _Places(*(places.to(device) for places in (windows + gap, windows, gaps, last)))
 
 
-class LayerStates(Protocol):
-    """Memory of recurrent layers between calls: of each of S sequences, by layer."""
-
-    def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
-
-        None is to start from nothing.
-        """
-
-    def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
-        """Take what is left after the last token of each sequence, in the same shapes."""
-
-
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -96,6 +85,13 @@ def convolve(
     return out if activation is None else ACT2FN[activation](out), left
 
 
+class _Weights(NamedTuple):
+    """The parameters of C channels."""
+
+    conv: Tensor  # [C, W]
+    bias: Tensor | None  # [C]
+
+
 class _ShortConv(nn.Module):
     """LFM2's layer: what a token projects to is multiplied, convolved, and multiplied again."""
 
@@ -105,26 +101,29 @@ class _ShortConv(nn.Module):
     out_proj: nn.Module
     context: DeviceMesh | None  # ranks that share the tokens; None is this rank alone
 
-    def forward(self, hidden_states: Tensor, *, seqlens: list[int], states: LayerStates | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *, seqlens: list[int] | NodeLevels, states: LayerStates | None = None
+    ) -> Tensor:
         """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left."""
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        weight, bias, mesh = self.conv.weight.squeeze(1), self.conv.bias, self.context
+        weights, mesh = _Weights(self.conv.weight.squeeze(1), self.conv.bias), self.context
         if mesh is None:
-            mixed = self._mix(b * x, weight, bias, seqlens, states)
+            mixed = mix_sequences(self._mix, [b * x], weights, seqlens, states)
         else:
             assert states is None, "engines sample whole sequences"
             rank, (own,) = mesh.get_local_rank(), tokens_for_heads([b * x], mesh)
-            own_weight = weight.chunk(mesh.size())[rank]
-            own_bias = None if bias is None else bias.chunk(mesh.size())[rank]
-            mixed = heads_for_tokens(self._mix(own, own_weight, own_bias, seqlens, None), mesh)
+            own_bias = None if weights.bias is None else weights.bias.chunk(mesh.size())[rank]
+            own_weights = _Weights(weights.conv.chunk(mesh.size())[rank], own_bias)
+            mixed = heads_for_tokens(mix_sequences(self._mix, [own], own_weights, seqlens), mesh)
         projected: Tensor = self.out_proj((c * mixed)[None])
         return projected
 
     def _mix(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, seqlens: list[int], states: LayerStates | None
+        self, per_token: Sequence[Tensor], weights: _Weights, seqlens: list[int], states: LayerStates | None
     ) -> Tensor:
+        (x,) = per_token
         before = None if states is None else states.take(self.layer_idx)
-        out, left = convolve(x, weight, bias, None, seqlens, states, None if before is None else before[0])
+        out, left = convolve(x, *weights, None, seqlens, states, None if before is None else before[0])
         if states is not None:
             assert left is not None
             states.keep(self.layer_idx, left, left.new_zeros(len(left), 0, dtype=torch.float32))
@@ -142,7 +141,12 @@ class _Block(nn.Module):
     feed_forward: nn.Module
 
     def forward(
-        self, hidden_states: Tensor, *, seqlens: list[int], states: LayerStates | None = None, **attention: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        seqlens: list[int] | NodeLevels,
+        states: LayerStates | None = None,
+        **attention: Any,
     ) -> Tensor:
         """hidden_states is [1, T, D], as is the result."""
         normed = self.operator_norm(hidden_states)

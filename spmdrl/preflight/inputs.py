@@ -60,6 +60,7 @@ from spmdrl.model.load import (
 from spmdrl.model.lora.policy import adapter_problems
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.routes import routes_refusal
+from spmdrl.model.tree_attention import tree_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
@@ -142,6 +143,8 @@ def open_inputs(
         found.ask(_parallel_problems, cfg, model)
         found.ask(_vocabulary_problems, readers[place], model)
     found.ask(_rotary_problems, cfg, plan, policy)
+    for model in (policy, critic, *beside):
+        found.ask(_tree_problems, plan, model)
     found.ask(_true_on_policy_problems, cfg, policy)
     prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic, frozen=list(filter(None, beside)))
     stops = found.get(_stop_tokens, cfg, tokenizer)
@@ -447,6 +450,11 @@ def _length_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
 def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
     return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
+
+
+def _tree_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
+    if plan.shares_prefixes:
+        yield from tree_problems(model.config, plan.max_sequence_tokens)
 
 
 def _parallel_problems(cfg: Config | TuningConfig, model: OpenedModel) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 step            every rank knows index, lengths and reward of all its sequences (`SequenceInfo`)
   mini-batch    the rollouts behind one optimizer step, with all their sequences: whole prompt groups
-    unit        what stays in one micro-batch: a sequence, or the two of a pair
+    unit        what stays in one micro-batch: `step/units.py`
     share       the sequences of one place on the data mesh; the cp x tp ranks at that place get the same ones
       micro-batch    sequences laid end to end within the token budget; the same number in every share
 """
@@ -22,22 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.losses import token_weights
 from spmdrl.algo.metrics import Mean, Metrics, Total, merge_all
-from spmdrl.algo.packing import (
-    balance,
-    fill_fraction,
-    idle_fraction,
-    imbalance,
-    num_micro_batches,
-    pack,
-    padding_tokens,
-    sequence_costs,
-)
+from spmdrl.algo.packing import fill_fraction, idle_fraction, imbalance, padding_tokens
+from spmdrl.algo.prefix_tree import compared_tokens, prefix_tree
 from spmdrl.config import DistillConfig
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import raise_on_all_ranks
-from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos
+from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos, with_block_hashes
 from spmdrl.dist.mesh import Meshes
 from spmdrl.step.rewards import turn_spans
+from spmdrl.step.units import Packed, pack_over_places
 from spmdrl.types import (
     NO_HINT,
     NO_TEACHER,
@@ -177,26 +170,38 @@ def build_batch(
     """
     place, multiple = meshes.data.get_local_rank(), meshes.model.cp.size()
     infos = gather_infos(sequences, meshes.training)
-    splits = [_shares(mini_batch, plan, meshes.data.size()) for mini_batch in _mini_batches(infos, plan)]
-    place_of = {info.place: place for shares in splits for place, share in enumerate(shares) for info in share}
+    if plan.shares_prefixes:
+        infos = with_block_hashes(infos, sequences, meshes.training)
+    packed = [
+        pack_over_places(mini_batch, plan, num_places=meshes.data.size(), multiple=multiple)
+        for mini_batch in _mini_batches(infos, plan)
+    ]
+    place_of = {info.place: number for one in packed for number, of_place in enumerate(one.infos) for info in of_place}
     received = exchange(sequences, infos, place_of, meshes.training, ranks_per_share=meshes.ranks_per_share)
     mine = {sequence.place: sequence for sequence in received}
 
     mini_batches: list[MiniBatch] = []
     metrics: list[Metrics] = [{"batch/loss_tokens": Total(0.0)}]  # also of a step without any group
-    for shares in splits:
-        if not any(shares):
+    for one in packed:
+        everything = [info for of_place in one.infos for info in of_place]
+        if not everything:
             mini_batches.append([])
             continue
-        bins = _bins(shares, plan, multiple=multiple)
-        everything = [info for share in shares for info in share]
         left_out = distill.unrewarded if distill is not None and distill.over_vocabulary else ()
         weights = _loss_weights([info for info in everything if info.teacher not in left_out], plan, aggregation)
-        of_bins = [[mine[info.place] for info in in_bin] for in_bin in bins[place]]
         environment = environment_coef / max(1, sum(info.num_read_tokens for info in everything))
         others: dict[str, Any] = {"environment_weight": environment, "distill": _distill_weights(everything, distill)}
-        mini_batches.append([lay_end_to_end(in_bin, weights, multiple=multiple, **others) for in_bin in of_bins])
-        metrics.append(_packing_metrics(bins, plan, place=place))
+        in_bins = [[mine[info.place] for unit in in_bin for info in unit.infos] for in_bin in one.bins[place]]
+        shares_prefixes = one.shares_prefixes
+        mini_batches.append(
+            [
+                lay_end_to_end(in_bin, weights, multiple=multiple, shares_prefixes=shares_prefixes, **others)
+                for in_bin in in_bins
+            ]
+        )
+        metrics.append(_packing_metrics(one, plan, place=place))
+        if plan.shares_prefixes:
+            metrics.append({"batch/shared_fraction": _shared_fraction(mini_batches[-1])})
     return Batch(mini_batches, merge_all(metrics) if meshes.is_data_leader else {})
 
 
@@ -208,50 +213,6 @@ def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceIn
     assert not rest, f"{len(rollouts)} rollouts are not a whole number of groups of {group_size}"
     edges = [(number * num_groups // num_updates) * group_size for number in range(num_updates + 1)]
     return [list(itertools.chain(*rollouts[start:end])) for start, end in itertools.pairwise(edges)]
-
-
-def _shares(mini_batch: list[SequenceInfo], plan: Plan, num_places: int) -> list[list[SequenceInfo]]:
-    """Divide a mini-batch into one share for each place on the data mesh, of about the same cost."""
-    units = _units(mini_batch, plan)
-    return [_joined(units[i] for i in share) for share in balance(_unit_costs(units, plan), num_places)]
-
-
-def _units(infos: list[SequenceInfo], plan: Plan) -> list[tuple[SequenceInfo, ...]]:
-    """Divide sequences, in their global order, into those that stay in one micro-batch: single ones, or pairs."""
-    return list(zip(*[iter(infos)] * plan.sequences_together, strict=True))
-
-
-def _unit_costs(units: list[tuple[SequenceInfo, ...]], plan: Plan) -> list[int]:
-    return [sum(_costs(list(unit), plan)) for unit in units]
-
-
-def _costs(infos: list[SequenceInfo], plan: Plan) -> list[int]:
-    return sequence_costs(
-        [info.num_tokens for info in infos], linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token
-    )
-
-
-def _bins(shares: list[list[SequenceInfo]], plan: Plan, *, multiple: int) -> list[list[list[SequenceInfo]]]:
-    """Divide each share into the sequences of its micro-batches.
-
-    Every share gets the same number, because all ranks must run the same number of forwards: that of the share that
-    needs most. Some may be empty.
-    """
-    in_each = plan.sequences_per_micro_batch
-    limits: dict[str, int | None] = {
-        "max_tokens": plan.max_tokens_per_micro_batch,
-        "sequences_per_micro_batch": None if in_each is None else in_each // plan.sequences_together,
-    }
-    of_shares = [_units(share, plan) for share in shares]
-    lengths = [[sum(info.num_tokens for info in unit) for unit in units] for units in of_shares]
-    number = max(num_micro_batches(of_share, **limits, multiple=multiple) for of_share in lengths)
-    packed = [
-        pack(of_share, **limits, min_bins=number, multiple=multiple, costs=_unit_costs(units, plan))
-        for units, of_share in zip(of_shares, lengths, strict=True)
-    ]
-    return [
-        [_joined(units[i] for i in indices) for indices in bins] for units, bins in zip(of_shares, packed, strict=True)
-    ]
 
 
 def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> dict[int, float]:
@@ -280,11 +241,15 @@ def _distill_weights(infos: list[SequenceInfo], distill: DistillConfig | None) -
     return {place: distill.coef * one.weight / max(1, counts[place]) for place, one in teachers}
 
 
+_FILLING = -1 << 62  # compared, no token is like one that fills a micro-batch up
+
+
 def lay_end_to_end(
     sequences: list[Sequence],
     weights: dict[int, float],
     *,
     multiple: int = 1,
+    shares_prefixes: bool = False,
     environment_weight: float = 0.0,
     distill: Mapping[int, float] | None = None,
 ) -> MicroBatch:
@@ -292,12 +257,16 @@ def lay_end_to_end(
     `environment_weight` that of each token in their `observation_spans`; `distill` are those of the divergence of loss
     tokens, by teacher.
 
-    One more sequence, which is not trained on, fills it up to a multiple of `multiple` tokens. Without any sequence the
-    micro-batch is all filling: every rank must run the forward.
+    With `shares_prefixes` it has a tree, where any of them begin alike. One more sequence, which is not trained on,
+    fills it up to a multiple of `multiple` tokens that are computed. Without any sequence the micro-batch is all
+    filling: every rank must run the forward.
     """
-    filling = (
-        padding_tokens(sum(len(sequence.token_ids) for sequence in sequences), multiple) if sequences else multiple
-    )
+    compared = [compared_tokens(sequence) for sequence in sequences] if shares_prefixes else []
+    tree = prefix_tree(compared)
+    num_computed = sum(len(sequence.token_ids) for sequence in sequences) if tree is None else len(tree.tokens)
+    filling = padding_tokens(num_computed, multiple) if sequences else multiple
+    if filling and tree is not None:
+        tree = prefix_tree([*compared, (_FILLING,) * filling])
     if filling:
         padding = Sequence(
             index=PADDING_INDEX,
@@ -341,6 +310,7 @@ def lay_end_to_end(
         sequence_teacher=tuple(sequence.teacher for sequence in sequences),
         hints=tuple(sequence.hint for sequence in sequences),
         routes=_laid_out_routes(sequences),
+        tree=tree,
     )
 
 
@@ -367,18 +337,23 @@ def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:
     return weights
 
 
-def _packing_metrics(bins: list[list[list[SequenceInfo]]], plan: Plan, *, place: int) -> Metrics:
+def _packing_metrics(packed: Packed, plan: Plan, *, place: int) -> Metrics:
     """Metrics of a mini-batch: global values, alike on every rank, and those of this place's share."""
-    tokens = [sum(info.num_tokens for info in in_bin) for in_bin in bins[place]]
-    costs = [[sum(_costs(in_bin, plan)) for in_bin in of_place] for of_place in bins]
+    tokens = [sum(unit.num_tokens for unit in in_bin) for in_bin in packed.bins[place]]
     num_micro_batches = float(len(tokens))
     return {
         "batch/fill_fraction": Mean(
             num_micro_batches * fill_fraction(tokens, plan.max_tokens_per_micro_batch or max(1, *tokens)),
             num_micro_batches,
         ),
-        "batch/loss_tokens": Total(float(sum(info.num_loss_tokens for in_bin in bins[place] for info in in_bin))),
+        "batch/loss_tokens": Total(float(sum(info.num_loss_tokens for info in packed.infos[place]))),
         "batch/micro_batches": Mean(num_micro_batches, 1.0),
-        "batch/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in costs]), 1.0),
-        "batch/idle_fraction": Mean(idle_fraction(costs), 1.0),
+        "batch/rank_imbalance": Mean(imbalance([sum(of_place) for of_place in packed.costs]), 1.0),
+        "batch/idle_fraction": Mean(idle_fraction(packed.costs), 1.0),
     }
+
+
+def _shared_fraction(mini_batch: MiniBatch) -> Mean:
+    """The share of a mini-batch's tokens that need not be computed, because another sequence has them."""
+    total = sum(len(one.token_ids) for one in mini_batch)
+    return Mean(float(total - sum(one.num_computed for one in mini_batch)), float(total))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.algo.prefix_tree import prefix_tree
 from spmdrl.config import DistillConfig, PromptsConfig
 from spmdrl.conversation import as_text
 from spmdrl.data.tokenizer import encode_prompt
@@ -81,7 +82,9 @@ def hinted(micro_batch: MicroBatch) -> MicroBatch:
     )
     columns["positions"] = torch.cat([torch.arange(length) for length in seqlens])
     columns["cu_seqlens"] = torch.tensor([*itertools.accumulate(seqlens, initial=0)], dtype=torch.int32)
-    return replace(micro_batch, **columns, hints=(), turns=())  # type: ignore[arg-type]
+    shares_prefixes = micro_batch.tree is not None
+    tree = prefix_tree([tuple(x.tolist()) for x in columns["token_ids"].split(seqlens)]) if shares_prefixes else None
+    return replace(micro_batch, **columns, hints=(), turns=(), tree=tree)  # type: ignore[arg-type]
 
 
 def unhinted(values: Tensor, micro_batch: MicroBatch) -> Tensor:

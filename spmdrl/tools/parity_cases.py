@@ -395,5 +395,6 @@ def plan_of(batch: list[Sequence], pack: PackConfig, meshes: Meshes, *, num_upda
         eval_every=0,
         checkpoint_every=0,
         export_every=0,
+        shares_prefixes=pack.prefix_tree == "auto",
         ranks_per_share=meshes.ranks_per_share,
     )

@@ -47,7 +47,7 @@ def output_and_gradients(
     leaves = [leaf.to(device, dtype, copy=True).requires_grad_() for leaf in leaves]
     q, k, v, sinks = leaves
     cu_seqlens = torch.tensor([0, *SEQLENS], device=device).cumsum(0).to(torch.int32)
-    causal = causal_attention(SequenceLayout(SEQLENS, cu_seqlens, len(k) - len(q)), kernel)
+    causal = causal_attention(SequenceLayout(SEQLENS, cu_seqlens, (len(k) - len(q),)), kernel)
     out = causal(q, k, v, AttentionLayer(index=0, scale=0.2, window=window, sinks=sinks if has_sinks else None))
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out.float() * slope.to(device)).sum().backward()

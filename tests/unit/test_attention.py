@@ -17,7 +17,7 @@ from torch import Tensor
 from spmdrl.cpu import short_attention
 from spmdrl.cpu.short_attention import batches_of_similar_length
 from spmdrl.engine.torch.cache import attend_to_cache
-from spmdrl.model import capped
+from spmdrl.model import plain_attention
 from spmdrl.model.attention import choose_kernel, fastest_varlen, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer, SeenKeys
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
@@ -99,7 +99,7 @@ CASES = [*product(("sdpa", "varlen"), (False, True)), *product(FLASH_ATTN, (Fals
 def test_kernels_equal_the_written_out_softmax(
     kernel: Kernel, has_sinks: bool, earlier: int, window: int | None
 ) -> None:
-    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, earlier), kernel)
+    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, (earlier,)), kernel)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return causal(q, k, v, layer(window, sinks if has_sinks else None))
@@ -114,8 +114,8 @@ def test_kernels_equal_the_written_out_softmax(
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen", *FLASH_ATTN])
 def test_scores_are_capped(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, earlier: int, window: int | None) -> None:
     """Also where queries come in several blocks, of 3 or so."""
-    monkeypatch.setattr(capped, "_BLOCK_BYTES", 4 * HEADS * 20 * 3)
-    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, earlier), kernel)
+    monkeypatch.setattr(plain_attention, "_BLOCK_BYTES", 4 * HEADS * 20 * 3)
+    causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, (earlier,)), kernel)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return causal(q, k, v, layer(window, softcap=0.7))
@@ -182,7 +182,7 @@ def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: p
         assert calls == [(3, True), (1, True), (1, True), (2, True)]
         calls.clear()
     # The first of three equal lengths sees more.
-    causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, 5), "sdpa")(q, k, v, layer())
+    causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS, (5,)), "sdpa")(q, k, v, layer())
     assert calls == [(1, False), (2, True), (1, True), (1, True), (2, True)]
 
 

@@ -10,7 +10,7 @@ import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
-from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_rows
+from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_tokens
 from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, products_added, require_near
 
 LENGTHS = [1, 7, 3, 12]
@@ -64,7 +64,7 @@ def tiled(
     **scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
-    rows = predicting_rows(torch.ones(TOKENS, dtype=torch.bool), positions, slice(0, TOKENS))
+    rows = predicting_tokens(torch.ones(TOKENS, dtype=torch.bool), positions)
     scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], chunk=chunk, **scale)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy

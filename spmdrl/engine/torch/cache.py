@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention, SeenKeys
-from spmdrl.model.capped import cap_scores
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layer_kinds import cached_heads
-from spmdrl.model.recurrent import LayerStates
+from spmdrl.model.layer_states import LayerStates
+from spmdrl.model.plain_attention import cap_scores
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.types import UserError
 
@@ -231,7 +231,7 @@ class KVCache:
         rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
         attends = [
             causal_attention(
-                SequenceLayout([n], torch.tensor([0, n], dtype=torch.int32, device=device), before), kernel
+                SequenceLayout([n], torch.tensor([0, n], dtype=torch.int32, device=device), (before,)), kernel
             )
             for before, n in zip(prefix_lens, seqlens, strict=True)
         ]
