@@ -175,6 +175,22 @@ def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def older_tokens_need_a_correction(cfg: Config) -> Iterator[str]:
+    rollout, correction, loss = cfg.rollout, cfg.correction, cfg.loss
+    can_be_stale = rollout.partial or rollout.placement == "disaggregated"
+    corrects = correction.kind != "none" or correction.reject != "none" or correction.opsm_delta_nats is not None
+    learns_from_rewards = loss.formula is not None and cfg.advantage.estimator != "none"  # by a loss of ours
+    if not can_be_stale or rollout.max_staleness <= 1 or not learns_from_rewards:
+        return
+    if not corrects and not loss.compares_with_engine:
+        yield (
+            f"rollout.max_staleness = {rollout.max_staleness} trains on tokens that weights so many steps older "
+            'sampled, and nothing corrects for it; set correction.kind = "tis", "icepop" or "mis", correction.reject, '
+            'correction.opsm_delta_nats, or loss.kind = "dppo_tv" or "dppo_kl"; or lower max_staleness to 1'
+        )
+
+
+@rule(Config)
 def offloaded_policy_is_not_moved(cfg: Config) -> Iterator[str]:
     if cfg.model.cpu_offload and cfg.offload.trainer != "none":
         yield (

@@ -56,7 +56,7 @@ def test_a_disaggregated_run_that_stopped_is_bitwise_the_run_that_did_not(folder
 
 def test_engines_two_steps_ahead(folder: Path) -> None:
     """Nobody waits for a refit: a step has tokens of the versions that its engine had."""
-    ahead = ("rollout.max_staleness=2", "run.deterministic=false", "run.num_steps=6")
+    ahead = ("rollout.max_staleness=2", "correction.kind=tis", "run.deterministic=false", "run.num_steps=6")
     launch(folder, 2, "run.name=ahead", *LORA, *APART, *ahead)
     steps = rows(folder / "runs/ahead")[1:]
     assert json.loads((folder / "runs/ahead/plan.json").read_text())["steps_ahead"] == 2

@@ -20,6 +20,7 @@ from tests.helpers.small_run import assert_same_weights, launch, sample_rows, st
 
 SETTINGS = (
     "rollout.partial=true",
+    "correction.kind=tis",
     "rollout.max_response_tokens=48",
     "rollout.max_running=12",
     "run.num_steps=5",

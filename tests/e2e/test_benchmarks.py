@@ -73,6 +73,9 @@ PROGRAMS = {
         options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
     ),
     "tickets.py": Program(options="--engines 2 --seconds 0.1 --repeats 1", keys="engines requests versions"),
+    "ahead.py": Program(
+        options="--gpus 16 --staleness 1 --steps 3 --warmup 1", keys="commit machine date rows simulated"
+    ),
     "reward_rate.py": Program(options="--workers 1 --rewards 20 --repeats 1", keys="modes room_us versions"),
     "checkpoint_files.py": Program(options="--files 5 10 --repeats 1 --folder {folder}", keys="files times_s"),
     "data_load.py": Program(options="--rows 200 --parquet-gb 0.001", keys="files"),

@@ -116,6 +116,7 @@ def test_a_run_that_stopped_ahead_goes_on_with_the_same_prompts(folder: Path) ->
         "rollout.oversample_fraction=0.5",
         "rollout.partial=true",
         "rollout.max_staleness=3",
+        "correction.kind=tis",
         "rollout.max_response_tokens=24",
         "rollout.max_running=12",
         "checkpoint.every=1",

@@ -165,6 +165,7 @@ def test_episodes_go_on_in_the_next_step_and_in_the_run_that_goes_on_apart_from_
         "rollout.partial=true",
         "rollout.oversample_fraction=0.5",
         "rollout.max_staleness=3",
+        "correction.kind=tis",
         'advantage.estimator="remax"',
         "run.deterministic=false",
         "debug.assert_on_policy=false",

@@ -144,6 +144,7 @@ def test_an_engine_rank_that_is_told_stops_the_run(folder: Path) -> None:
 
 def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:
     settings = ("rollout.num_ranks=1", 'rollout.placement="disaggregated"', "rollout.max_staleness=2")
+    settings = (*settings, "correction.kind=tis")
     argv = [str(folder / "c.toml"), *SETTINGS, *settings, "run.num_steps=6", "run.deterministic=false"]
     argv.append("run.name=ahead-stopped")
     assert set(run_ranks(2, signalled, main, argv, 2, "rollout", timeout_s=200.0)) == {0}

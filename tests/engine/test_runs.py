@@ -33,6 +33,7 @@ def test_rollouts_go_on_in_the_next_step_and_in_the_next_launch(folder: Path) ->
         "rollout.oversample_fraction=0.5",
         "rollout.partial=true",
         "rollout.max_staleness=2",
+        "correction.kind=tis",
         "rollout.max_response_tokens=64",  # so long that some are always unfinished when the step has enough
         "rollout.max_running=6",
         "offload.trainer=all",

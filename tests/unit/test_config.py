@@ -517,6 +517,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "dynamic_sampling_needs_group_comparison": ("rollout.dynamic_sampling=true", "advantage.estimator=gae"),
     "overlong_tokens_are_below_the_limit": ("reward.overlong_tokens=5",),
     "engine_logprobs_need_fresh_tokens": ("correction.old=rollout", "rollout.partial=true"),
+    "older_tokens_need_a_correction": ("rollout.partial=true", "rollout.max_staleness=2"),
     "offloaded_policy_is_not_moved": ("model.cpu_offload=true", "offload.trainer=all"),
     "state_on_host_is_not_moved": ("optim.state_on_host=true", "offload.trainer=optimizer"),
     "state_on_host_needs_the_device": ("optim.state_on_host=true", "model.cpu_offload=true"),

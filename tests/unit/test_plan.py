@@ -69,7 +69,7 @@ def test_how_many_groups_may_be_opened(tmp_path: Path) -> None:
     assert opened("rollout.oversample_fraction=0.1") == (3, 33)
     assert opened("rollout.oversample_fraction=0.11") == (4, 34)
     assert opened("rollout.dynamic_sampling=true", "rollout.max_draw_ratio=1.1") == (0, 33)
-    assert opened("rollout.partial=true", "rollout.max_staleness=2", "run.deterministic=true") == (60, 90)
+    assert opened("rollout.partial=true", "rollout.max_staleness=2", "run.deterministic=true", TIS) == (60, 90)
     assert opened("rollout.partial=true", "rollout.max_staleness=0") == (0, 30)
 
 
@@ -89,6 +89,9 @@ def test_when_to_evaluate_and_save(tmp_path: Path) -> None:
     assert not any(neither.evaluates_after(step) or neither.saves_after(step) for step in range(1, 4))
 
 
+TIS = "correction.kind=tis"  # which tokens of older weights need
+
+
 def apart(num_ranks: int, *more: str) -> tuple[str, ...]:
     return ('rollout.placement="disaggregated"', f"rollout.num_ranks={num_ranks}", *more)
 
@@ -106,10 +109,10 @@ def test_how_far_engines_may_be_ahead(tmp_path: Path) -> None:
         return make_plan(config(tmp_path, *overrides), num_ranks=2).steps_ahead
 
     partial = ("rollout.oversample_fraction=0.5", "rollout.partial=true")
-    assert ahead() == ahead(*partial, "rollout.max_staleness=3") == 0
-    assert [ahead(*apart(1, f"rollout.max_staleness={limit}")) for limit in range(4)] == [0, 1, 2, 3]
-    assert [ahead(*apart(1, *partial, f"rollout.max_staleness={limit}")) for limit in range(4)] == [0, 0, 1, 2]
-    oldest_first = [apart(1, "rollout.partial=true", f"rollout.max_staleness={limit}") for limit in range(4)]
+    assert ahead() == ahead(*partial, "rollout.max_staleness=3", TIS) == 0
+    assert [ahead(*apart(1, f"rollout.max_staleness={limit}", TIS)) for limit in range(4)] == [0, 1, 2, 3]
+    assert [ahead(*apart(1, *partial, f"rollout.max_staleness={limit}", TIS)) for limit in range(4)] == [0, 0, 1, 2]
+    oldest_first = [apart(1, "rollout.partial=true", f"rollout.max_staleness={limit}", TIS) for limit in range(4)]
     assert [ahead(*settings) for settings in oldest_first] == [0, 1, 1, 1]
     plans = [make_plan(config(tmp_path, *settings), num_ranks=2) for settings in oldest_first]
     assert [plan.extra_groups / plan.prompts_per_step for plan in plans] == [0, 0, 1, 2]
@@ -146,7 +149,7 @@ def test_what_is_unusual_for_a_staleness_is_told(
         (apart(1), 1, "leaves none of the 1 ranks to train; start 2 ranks or more"),
         (apart(3), 4, "cannot be split over 3 ranks that hold engines; set it to 3 or 6"),
         (
-            apart(1, "rollout.max_staleness=2", "run.deterministic=true"),
+            apart(1, "rollout.max_staleness=2", TIS, "run.deterministic=true"),
             2,
             "set partial = true, max_staleness = 0 or 1",
         ),
