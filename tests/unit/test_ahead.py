@@ -1,4 +1,4 @@
-"""The scheduler of asynchronous rollouts on simulated engines: what it trains on, in which order, and how fast it is."""
+"""The scheduler of asynchronous rollouts on simulated engines: what it trains on, in which order, and how fast."""
 
 from __future__ import annotations
 
