@@ -226,7 +226,9 @@ def open_launch(
     Whatever goes wrong while it is open is reported before anything is closed.
     """
     with (
-        RewardClient(cfg.reward, inputs.tokenizer) if isinstance(cfg, Config) else nullcontext() as reward_client,
+        RewardClient(cfg.reward, inputs.tokenizer, judged=folder.judged)
+        if isinstance(cfg, Config)
+        else nullcontext() as reward_client,
         open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,
         nullcontext() if SUPERVISED in os.environ else owning(folder.path, run.world, run.meshes.world),
         watch_over(

@@ -32,7 +32,9 @@ def fine_tune(run: Launch[SftConfig]) -> None:
         policy = run.load_policy()
         frozen = FrozenModels.of(run, policy)
     objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
-    learner = Learner.start(policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype)
+    learner = Learner.start(
+        policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype, followers=frozen.followers
+    )
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)

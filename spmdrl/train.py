@@ -53,7 +53,7 @@ from spmdrl.step.evaluate import probe_batches, probe_metrics
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.rewards import failure_lines, limit_failures, rollout_metrics, shape_rewards
+from spmdrl.step.rewards import failure_lines, limit_failures, rollout_metrics, shape_rewards, term_metrics
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
@@ -69,7 +69,7 @@ def train(run: Launch[Config]) -> None:
     with report.span("load"):
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
         frozen = FrozenModels.of(run, policy)
-        learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
+        learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype, followers=frozen.followers)
         scorers = Scorers(run)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)
@@ -127,7 +127,15 @@ def train(run: Launch[Config]) -> None:
                 handover.refit(version=step)
             steps.evaluate(step)
             samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
-            metrics = [collected.metrics, rollout_metrics(rewarded), looked, probed, batch.metrics, *updates]
+            metrics = [
+                collected.metrics,
+                rollout_metrics(rewarded),
+                term_metrics(rewarded, cfg),
+                looked,
+                probed,
+                batch.metrics,
+                *updates,
+            ]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
             steps.finish(step, values)

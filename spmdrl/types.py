@@ -321,6 +321,12 @@ class RewardedRollout:
     rollout: Rollout
     outcome: RewardOutcome
     baseline: RewardOutcome | None = None  # of its prompt's greedy response, where rewards are compared with that
+    normalized: float | None = None  # the sum of its terms, each normalized in its group, where those are compared
+
+    @property
+    def compared(self) -> float:
+        """What training compares in a group: the reward, or its normalized terms."""
+        return self.outcome.reward if self.normalized is None else self.normalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

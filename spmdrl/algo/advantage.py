@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ def grpo(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
         return centred
     std = (_row_sums(centred.square()) / (rewards.shape[1] - 1)).sqrt()
     return centred / (std + EPS)
+
+
+def normalized_terms(terms: Tensor, weights: Sequence[float]) -> Tensor:
+    """Sum over the K terms of a reward of weight_k `grpo(R_k)`, for terms [K, P, G]; [P, G]. GDPO arXiv:2601.05242."""
+    parts = [weight * grpo(term, divide_by_std=True) for term, weight in zip(terms, weights, strict=True)]
+    return functools.reduce(torch.add, parts)
 
 
 def rloo(rewards: Tensor) -> Tensor:
@@ -283,6 +290,14 @@ ESTIMATORS: dict[str, Estimator] = {
         text="(R - mean) / (mean + 1e-6) of the group, for rewards of 0 or more",
         source="arXiv:2602.02710",
         when="Verifiers of right and wrong, and prompts that are rarely solved: each counts by its log-likelihood.",
+    ),
+    "gdpo": Estimator(
+        function=centre,
+        text="sum over the terms k of the reward of weight_k (R_k - mean) / (std + 1e-6), each of the group; whitened",
+        source="arXiv:2601.05242",
+        when="Several terms in the reward: none of them drowns in the spread of another, whatever their scales.",
+        whiten=True,
+        per_term=True,
     ),
     "opo": Estimator(
         function=opo,

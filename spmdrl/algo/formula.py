@@ -31,6 +31,7 @@ class Estimator(Formula):
 
     whiten: bool = False  # over the global batch, unless the user says otherwise
     smallest_group: int = 2  # rollouts: fewer leave nothing to compare a reward with
+    per_term: bool = False  # its rewards are sums of terms that `normalized_terms` has compared one by one
 
     @property
     def per_token(self) -> bool:

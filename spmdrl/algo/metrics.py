@@ -146,6 +146,38 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True, slots=True)
+class RootMean:
+    """The root of a mean of squares, such as the standard deviation of centred numbers; nan when there were none."""
+
+    squares: float  # sum
+    count: float
+
+    def merge(self, other: RootMean) -> RootMean:
+        return RootMean(self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Correlation:
+    """The correlation of two centred numbers, -1 to 1; nan where one of them does not vary."""
+
+    products: float  # sum
+    squares: float
+    other_squares: float
+
+    def merge(self, other: Correlation) -> Correlation:
+        return Correlation(
+            self.products + other.products, self.squares + other.squares, self.other_squares + other.other_squares
+        )
+
+    def value(self) -> float:
+        size = math.sqrt(self.squares) * math.sqrt(self.other_squares)
+        return self.products / size if size else math.nan
+
+
+@dataclass(frozen=True, slots=True)
 class ShareBound:
     """A bound of the interval of a share over prompts; see `interval_of_share`."""
 
@@ -207,7 +239,19 @@ def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -
     return math.nan if math.isnan(one) or math.isnan(other) else choose(one, other)
 
 
-Metric = Mean | Max | Min | Total | Values | EffectiveFraction | ExplainedVariance | ShareBound | Worst
+Metric = (
+    Mean
+    | Max
+    | Min
+    | Total
+    | Values
+    | EffectiveFraction
+    | ExplainedVariance
+    | RootMean
+    | Correlation
+    | ShareBound
+    | Worst
+)
 Metrics = dict[str, Metric]
 
 

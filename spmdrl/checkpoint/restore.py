@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE, folder_of
 from spmdrl.checkpoint.storage import (
+    FOLLOWER,
     WITHOUT_FROZEN,
     LearnerState,
     LoadPlanner,
@@ -61,6 +62,9 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
             options=WITHOUT_FROZEN,
         )
         learner.model.refresh()
+        for of, follower in learner.followers.items():
+            set_model_state_dict(follower.model, states[name].followers[of])
+            follower.model.refresh()
         if not saved[name].has_state:  # torch made up the state that was saved
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])
@@ -79,6 +83,14 @@ def _fill(tree: Tree, checkpoint: Path, mesh: DeviceMesh) -> None:
     """Load into the tensors of a tree. Raises UserError on every rank if the checkpoint belongs to another model."""
     with raise_on_all_ranks(mesh):
         table = _table_of(checkpoint)
+        for learner, part in ((name, part) for name, parts in tree.items() for part in parts):
+            if part.startswith(FOLLOWER) and not any(
+                x.startswith(f"{learner}.{part}.") for x in table.state_dict_metadata
+            ):
+                raise UserError(
+                    f"{checkpoint} has no weights of [models.{part.removeprefix(FOLLOWER)}], which follows the policy; "
+                    "remove that table, or start a new run from the exported model"
+                )
         differences = [sentence for name, parts in tree.items() for sentence in _differences(name, parts, table)]
         if differences:
             more = f", and {len(differences) - 1} others differ" if len(differences) > 1 else ""
@@ -113,14 +125,20 @@ def _table_of(checkpoint: Path) -> Metadata:
 
 
 def _differences(learner: str, parts: Mapping[str, Any], table: Metadata) -> Iterator[str]:
-    """Yield a clause for each weight of a learner that differs in shape, or is only in the model or the checkpoint."""
-    prefix = f"{learner}.weights."
+    """Yield a clause for each weight of a learner, and of its followers, that differs in shape, or is only in the model
+    or the checkpoint."""
+    for part in parts:
+        if part == "weights" or part.startswith(FOLLOWER):
+            yield from _different(f"{learner}.{part}.", parts[part], table)
+
+
+def _different(prefix: str, weights: Mapping[str, Any], table: Metadata) -> Iterator[str]:
     saved = {
         name.removeprefix(prefix): list(entry.size)
         for name, entry in table.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    now = {name: list(tensor.shape) for name, tensor in parts["weights"].items()}
+    now = {name: list(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(saved.keys() | now.keys()):
         if (before := saved.get(name, "absent")) != (wanted := now.get(name, "absent")):
             yield f"{name} is {before} in the checkpoint and {wanted} in this run"

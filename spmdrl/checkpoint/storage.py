@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,6 +153,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 Tree = dict[str, Any]
 
+FOLLOWER = "follower-"  # comes before its name
 WITHOUT_FROZEN = StateDictOptions(strict=False)  # to set weights of which those that are not trained are missing
 
 
@@ -162,6 +163,7 @@ class LearnerState:
 
     weights: dict[str, Any]
     optimizer: dict[str, Any]
+    followers: dict[str, dict[str, Any]] = field(default_factory=dict)  # weights of the copies that follow, by name
 
     @classmethod
     def of(cls, learner: Learner) -> LearnerState:
@@ -181,7 +183,9 @@ class LearnerState:
         Otherwise torch would make it up again while setting the loaded state. An optimizer with its state on the host
         has only one memory for both, so the loaded state would be overwritten.
         """
-        return cls(trained_weights(learner.model), get_optimizer_state_dict(learner.model, learner.optimizer))
+        followers = {name: get_model_state_dict(one.model) for name, one in learner.followers.items()}
+        optimizer = get_optimizer_state_dict(learner.model, learner.optimizer)
+        return cls(trained_weights(learner.model), optimizer, followers)
 
 
 def trained_weights(model: nn.Module) -> dict[str, Any]:
@@ -194,7 +198,11 @@ def tree_of(states: Mapping[str, LearnerState]) -> Tree:
     """Select what a checkpoint holds. Not the optimizer's settings, which each launch may change, nor its parameter
     groups, which depend on the ranks that the parameters are split over."""
     return {
-        name: {"weights": state.weights, "optimizer": {"state": state.optimizer["state"]}}
+        name: {
+            "weights": state.weights,
+            "optimizer": {"state": state.optimizer["state"]},
+            **{f"{FOLLOWER}{of}": weights for of, weights in state.followers.items()},
+        }
         for name, state in states.items()
     }
 

@@ -42,9 +42,9 @@ def _known_loss(name: str) -> str:
 class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `max_rl` (rewards of 0 or more),
-    `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`, `gigpo` (of episodes) or
-    `none` (rewards are measured, and not trained on), see `docs/algorithms.md`; or a function of yours,
-    `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
+    `gdpo` (of several terms), `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`,
+    `gigpo` (of episodes) or `none` (rewards are measured, and not trained on), see `docs/algorithms.md`; or a function
+    of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     divide_by_std: bool | None = None
     """`grpo` and `gigpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -60,8 +60,8 @@ class AdvantageConfig(Section):
     """Keyword arguments for a function of yours."""
     whiten: bool | None = None
     """Make advantages (A - mean) / (std + 1e-6), with the mean and the population's standard deviation of the whole
-    step, in which each response token counts once. Unset: true for `gae` and the two `reinforce_plus_plus`, as in their
-    sources."""
+    step, in which each response token counts once. Unset: true for `gae`, `gdpo` and the two `reinforce_plus_plus`, as
+    in their sources."""
 
     @property
     def is_custom(self) -> bool:

@@ -19,8 +19,14 @@ class OtherModelConfig(Section):
     """Directory of the model, relative to the working directory; or its name on a hub, as `model.path`."""
     adapters: Literal["off"] | None = None
     """In place of `path`: `"off"` is the policy without the adapters of `[lora]`, which takes no memory of its own."""
-    weights: Literal["policy"] | None = None
-    """In place of `path`: `"policy"` is the policy itself before a step's updates, for a teacher that sees hints."""
+    weights: Literal["policy", "lagged", "average"] | None = None
+    """In place of `path`: `"policy"` is the policy itself before a step's updates, for a teacher that sees hints;
+    `"lagged"` the policy as it was some steps ago; `"average"` a moving average of its weights. These two are copies
+    that begin as the policy does and are saved with it."""
+    every_steps: Count | None = None
+    """`lagged` only: the copy is taken after each step whose number is a multiple of this. Unset: 10."""
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`average` only: after each step, the average is this times itself plus the rest times the policy. Unset: 0.99."""
     rests_on: Literal["host", "device"] = "host"
     """Memory that holds the model's shards between its passes."""
 
@@ -30,9 +36,14 @@ class OtherModelConfig(Section):
         return self.adapters is not None
 
     @property
+    def follows(self) -> bool:
+        """True for a copy of the policy that follows it."""
+        return self.weights in ("lagged", "average")
+
+    @property
     def is_loaded(self) -> bool:
         """True for a model with weights of its own."""
-        return self.path is not None
+        return self.path is not None or self.follows
 
 
 Models = dict[ModelName, OtherModelConfig]  # [models.NAME]

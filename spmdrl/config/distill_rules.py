@@ -39,10 +39,28 @@ def models_have_one_origin(cfg: Config | SftConfig) -> Iterator[str]:
 
 
 @rule(Config, SftConfig)
+def settings_belong_to_followers(cfg: Config | SftConfig) -> Iterator[str]:
+    for name, model in cfg.models.items():
+        for setting, weights in (("every_steps", "lagged"), ("decay", "average")):
+            if is_set(model, setting) and model.weights != weights:
+                yield (f'models.{name}.{setting} has no meaning without weights = "{weights}"; set both or remove it')
+
+
+@rule(Config, SftConfig)
+def adapters_are_not_followed(cfg: Config | SftConfig) -> Iterator[str]:
+    for name, model in cfg.models.items():
+        if model.follows and cfg.lora is not None:
+            yield (
+                f'models.{name}.weights = "{model.weights}" is a copy of all weights, and [lora] trains adapters '
+                'beside them; set weights = "policy", or remove [lora]'
+            )
+
+
+@rule(Config, SftConfig)
 def the_policy_learns_nothing_from_itself(cfg: Config | SftConfig) -> Iterator[str]:
     hinted = {one.model for one in cfg.distill.by_place if one.hint_column is not None} if cfg.distill else set()
     for name in cfg.models.keys() - hinted:
-        if cfg.models[name].weights is not None:
+        if cfg.models[name].weights == "policy":
             yield f'models.{name}.weights = "policy" sees what the policy sees; set distill.hint_column'
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from spmdrl.config.base import (
     Coefficient,
@@ -24,45 +26,50 @@ from spmdrl.config.base import (
 )
 
 
-class ExactReward(Section):
+class _Term(Section):
+    weight: Coefficient = 1.0
+    """Factor of this term in the reward."""
+    gate: str | None = None
+    """Name of another term that this one depends on: where its part is below `floor`, this one counts 0. A term's name
+    is its kind, and `KIND_2` for the second of a kind."""
+    floor: Coefficient | None = None
+    """`gate` only: the part of that term from which this one counts. Unset: 1."""
+
+    def counts_with(self, parts: Mapping[str, float]) -> bool:
+        """False where its gate is among the parts of a reward, and below the floor."""
+        lowest = 1.0 if self.floor is None else self.floor
+        return self.gate is None or self.gate not in parts or parts[self.gate] >= lowest
+
+
+class ExactReward(_Term):
     kind: Literal["exact"]
     """1 when the response, stripped of white space, is the reference answer."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class MathReward(Section):
+class MathReward(_Term):
     kind: Literal["math"]
     """1 when math-verify finds the response's final answer equal to the reference answer."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class ReasoningGymReward(Section):
+class ReasoningGymReward(_Term):
     kind: Literal["reasoning_gym"]
     """The task's own scorer, 0 to 1, of the last `<answer>` tag or else of the stripped response."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class FunctionReward(Section):
+class FunctionReward(_Term):
     kind: Literal["function"]
     """A function of yours, sync or async, called with the keywords prompt, response, answer and metadata, and with
     `turns` of an episode if it has such a parameter."""
     function: str
     """`package.module:function` or `path/to/file.py:function`."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class EnvironmentReward(Section):
+class EnvironmentReward(_Term):
     kind: Literal["environment"]
     """The sum of the rewards that `[environment]` gives for each turn."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class CodeReward(Section):
+class CodeReward(_Term):
     kind: Literal["code"]
     """The response's last fenced code block is a Python program that is run with the prompt's tests, in the sandbox.
     See `docs/data.md`."""
@@ -72,11 +79,9 @@ class CodeReward(Section):
     """The share of tests that pass, or 1 when all of them do."""
     tests_timeout_s: Seconds = 5.0
     """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
 
 
-class ModelReward(Section):
+class ModelReward(_Term):
     kind: Literal["model"]
     """The score that a reward model gives to prompt and response: a classifier of sequences with one label. See
     `docs/preferences.md`."""
@@ -88,12 +93,93 @@ class ModelReward(Section):
     `{response}`, in which control tokens may be spelt."""
     label: NonNegativeInt | None = None
     """The label whose score counts, from 0, of a model with several."""
-    weight: Coefficient = 1.0
-    """Factor of this term in the reward."""
+
+
+_QUESTION = """\
+Grade a response to a task.
+
+Task:
+{prompt}
+
+Response:
+{response}
+
+What counts:
+{rubric}
+
+Say briefly what is right and what is wrong. Then end with your score, from {lowest} to {highest}, as JSON: \
+{{"score": NUMBER}}"""
+
+
+def _address(url: str) -> str:
+    if not re.match(r"https?://[^/\s]", url):
+        raise ValueError('is no address; it is such as "http://localhost:8000/v1"')
+    return url
+
+
+def _one_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    if groups != 1:
+        raise ValueError(f"has {groups} groups; put the score, and nothing else, into one: (...)")
+    return pattern
+
+
+class JudgeReward(_Term):
+    kind: Literal["judge"]
+    """The score that a language model at an OpenAI-compatible address gives to a response. See `docs/judges.md`."""
+    url: Annotated[str, AfterValidator(_address)]
+    """Address of the server, such as `http://localhost:8000/v1`."""
+    model: str
+    """The judge's name at that server."""
+    rubric: str | None = None
+    """What counts: the template's `{rubric}`. Unset: that is a column of the data."""
+    template: str = _QUESTION
+    """The question, with `{response}`, `{prompt}`, `{answer}` (the reference answer), `{rubric}`, `{lowest}`,
+    `{highest}` and columns of the data by their names."""
+    system_prompt: str | None = None
+    """Message before the question. Unset: there is none."""
+    score_field: str = "score"
+    """Field of the last JSON object in the judge's answer that has it: a number, or true or false for 1 or 0."""
+    score_pattern: Annotated[str, AfterValidator(_one_group)] | None = None
+    """In place of `score_field`: a regular expression whose one group is the score; its last match counts."""
+    lowest: Coefficient = 0.0
+    """The worst score, a reward of 0."""
+    highest: Coefficient = 10.0
+    """The best score, a reward of 1. A score beyond the two fails."""
+    max_in_flight: Count = 16
+    """Questions of each rank that the server has at once."""
+    max_retries: NonNegativeInt = 4
+    """Times that a question is asked again where the server is busy, fails or does not answer, after longer and longer
+    pauses."""
+    timeout_s: Seconds = 60.0
+    """Time limit for one try. All tries and pauses together have `1 + max_retries` times as much."""
+    max_answer_tokens: Count = 1024
+    """Most tokens of the judge's answer."""
+    temperature: NonNegative = 0.0
+    """Temperature at which the judge answers."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request, such as `response_format`."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the server's key. Unset: it needs none."""
+
+    @property
+    def fields(self) -> set[str]:
+        """The names of the template's fields. Raises ValueError where it is no format."""
+        return _fields(self.template)
 
 
 RewardTerm = Annotated[
-    ExactReward | MathReward | ReasoningGymReward | FunctionReward | EnvironmentReward | CodeReward | ModelReward,
+    ExactReward
+    | MathReward
+    | ReasoningGymReward
+    | FunctionReward
+    | EnvironmentReward
+    | CodeReward
+    | ModelReward
+    | JudgeReward,
     Field(discriminator="kind"),
 ]
 
@@ -131,11 +217,33 @@ class RewardConfig(Section):
         return {place: term for place, term in enumerate(self.terms) if isinstance(term, ModelReward)}
 
     @property
-    def in_processes(self) -> RewardConfig:
-        """Rewards without `model_terms`: those that worker processes compute."""
-        return self.model_copy(
-            update={"terms": tuple(term for term in self.terms if not isinstance(term, ModelReward))}
-        )
+    def named(self) -> dict[str, RewardTerm]:
+        """The terms by the names of their parts of a reward: their kinds, and for the second of a kind `KIND_2`."""
+        seen: Counter[str] = Counter()
+        found: dict[str, RewardTerm] = {}
+        for term in self.terms:
+            seen[term.kind] += 1
+            found[term.kind if seen[term.kind] == 1 else f"{term.kind}_{seen[term.kind]}"] = term
+        return found
+
+    @property
+    def in_processes(self) -> dict[str, RewardTerm]:
+        """The terms that worker processes compute, by name: neither `model_terms` nor `judges`."""
+        return {name: term for name, term in self.named.items() if not isinstance(term, ModelReward | JudgeReward)}
+
+    @property
+    def judges(self) -> dict[str, JudgeReward]:
+        """The terms that are scores of judges, by name."""
+        return {name: term for name, term in self.named.items() if isinstance(term, JudgeReward)}
+
+    def gated(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """The parts of the terms, by name, with 0 for those whose gate is closed."""
+        terms = ((name, term) for name, term in self.named.items() if name in parts)
+        return {name: parts[name] if term.counts_with(parts) else 0.0 for name, term in terms}
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of the parts of the terms, by name."""
+        return sum(self.named[name].weight * part for name, part in self.gated(parts).items())
 
     @property
     def turn_weight(self) -> float:
@@ -188,15 +296,71 @@ def some_term_has_a_positive_weight(reward: RewardConfig) -> Iterator[str]:
 
 
 @rule(RewardConfig)
+def gates_are_other_terms(reward: RewardConfig) -> Iterator[str]:
+    named = reward.named
+    for name, term in named.items():
+        if term.gate is None:
+            if term.floor is not None:
+                yield f'of terms, "{name}" has a floor and no gate; set both or remove it'
+        elif term.gate == name or term.gate not in named:
+            others = ", ".join(f'"{other}"' for other in named if other != name) or "none"
+            yield f'of terms, "{name}" has gate = "{term.gate}", which is no other term; there are {others}'
+        elif isinstance(term, EnvironmentReward):
+            yield f'of terms, "{name}" has a gate, but is given turn by turn, before the gate is known; remove it'
+        elif named[term.gate].gate is not None:
+            yield f'of terms, "{name}" has gate = "{term.gate}", which has a gate itself; name that one'
+
+
+@rule(RewardConfig)
 def templates_have_their_fields(reward: RewardConfig) -> Iterator[str]:
     for place, term in reward.model_terms.items():
         if term.template not in ("chat", "pairs"):
             yield from _template_problems(f"of terms, number {place}: template = {term.template!r}", term.template)
 
 
+@rule(RewardConfig)
+def judges_see_the_response(reward: RewardConfig) -> Iterator[str]:
+    for place, term in enumerate(reward.terms):
+        if not isinstance(term, JudgeReward):
+            continue
+        where = f"of terms, number {place}:"
+        try:
+            fields = term.fields
+        except ValueError as error:
+            yield f"{where} template is no format: {error}; spell a brace as two"
+            continue
+        if "response" not in fields:
+            yield f"{where} template has no {{response}}, which the judge would not see; add it"
+        if term.rubric is not None and "rubric" not in fields:
+            yield f"{where} rubric is set, and template has no {{rubric}}; add it, or remove rubric"
+        if strange := sorted(name for name in fields if not name.isidentifier()):
+            yield f"{where} template has {{{strange[0]}}}, which is no name; spell a brace as two"
+
+
+@rule(RewardConfig)
+def scores_of_judges_can_be_read(reward: RewardConfig) -> Iterator[str]:
+    for place, term in enumerate(reward.terms):
+        if not isinstance(term, JudgeReward):
+            continue
+        if term.lowest >= term.highest:
+            yield f"of terms, number {place}: lowest = {term.lowest:g} must be below highest = {term.highest:g}"
+        if term.score_pattern is not None and is_set(term, "score_field"):
+            yield f"of terms, number {place}: set one of score_field and score_pattern, and not both"
+
+
+def _fields(template: str) -> set[str]:
+    """The names of a format's fields. Raises ValueError where it is none."""
+    found = set()
+    for _, name, form, conversion in Formatter().parse(template):
+        if form or conversion:
+            raise ValueError(f"{{{name}}} has a form of its own")
+        found |= set() if name is None else {name}
+    return found
+
+
 def _template_problems(setting: str, template: str) -> Iterator[str]:
     try:
-        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        fields = _fields(template)
     except ValueError as error:
         yield f"{setting} is no format: {error}; spell a brace as two"
         return

@@ -74,6 +74,25 @@ def max_rl_needs_rewards_of_zero_or_more(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def terms_are_compared_one_by_one(cfg: Config) -> Iterator[str]:
+    if not cfg.advantage.formula.per_term:
+        return
+    estimator = f'advantage.estimator = "{cfg.advantage.estimator}"'
+    if len(cfg.reward.terms) + (cfg.reward.overlong_tokens > 0) < 2:
+        yield f'{estimator} compares the terms of a reward one by one, and there is one; set "grpo", or add a term'
+    if cfg.reward.kl_coef > 0:
+        yield (
+            f"reward.kl_coef = {cfg.reward.kl_coef:g} takes the divergence off a reward, and {estimator} compares its "
+            "terms one by one; set loss.kl_coef instead"
+        )
+    if cfg.rollout.dynamic_sampling:
+        yield (
+            "rollout.dynamic_sampling = true drops groups of equal rewards, whose terms may differ, and teach "
+            f"something with {estimator}; remove one of them"
+        )
+
+
+@rule(Config)
 def kl_counts_once(cfg: Config) -> Iterator[str]:
     if cfg.loss.kl_coef > 0 and cfg.reward.kl_coef > 0:
         yield (

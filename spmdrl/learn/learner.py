@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from spmdrl.learn.coefficients import starting_coefficients
 from spmdrl.learn.correction import exceeded
 from spmdrl.learn.objective import DRIFT, ObjectiveFunction, PolicyObjective, ValueObjective
 from spmdrl.learn.optim import make_optimizer
+from spmdrl.model.frozen import Follower
 from spmdrl.model.load import load_critic
 from spmdrl.model.param_groups import patterns_of
 from spmdrl.model.policy import PackedModel, Policy
@@ -28,6 +30,7 @@ from spmdrl.types import TrainingDiverged
 
 
 NO_LIMITS = MismatchLimits()
+NO_FOLLOWERS: Mapping[str, Follower] = MappingProxyType({})
 MISMATCH = "mismatch/max_abs_nats"
 
 
@@ -131,6 +134,7 @@ class Learner:
     area: str = "update"  # the first part of its metrics' names
     frozen_steps: int = 0  # at the start, in which it learns nothing
     coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
+    followers: Mapping[str, Follower] = field(default_factory=dict)  # copies of the model that follow it, by name
 
     @classmethod
     def start(
@@ -145,6 +149,7 @@ class Learner:
         area: str = "update",
         frozen_steps: int = 0,
         coefficients: dict[str, float] | None = None,
+        followers: Mapping[str, Follower] = NO_FOLLOWERS,
     ) -> Learner:
         """Make a learner that has learned nothing yet; `dtype` is that of forward and backward."""
         return cls(
@@ -158,6 +163,7 @@ class Learner:
             area=area,
             frozen_steps=frozen_steps,
             coefficients={} if coefficients is None else coefficients,
+            followers=followers,
         )
 
 
@@ -175,9 +181,17 @@ def optimizers_of(cfg: Config | TuningConfig) -> dict[str, OptimConfig]:
 
 
 def start_learners(
-    policy: Policy, cfg: Config, plan: Plan, meshes: Meshes, *, dtype: torch.dtype
+    policy: Policy,
+    cfg: Config,
+    plan: Plan,
+    meshes: Meshes,
+    *,
+    dtype: torch.dtype,
+    followers: Mapping[str, Follower] = NO_FOLLOWERS,
 ) -> dict[str, Learner]:
-    """Make the learners of a run, by their names in checkpoints; loads the critic where advantages need one."""
+    """Make the learners of a run, by their names in checkpoints; loads the critic where advantages need one.
+
+    `followers` are the copies of the policy that follow it, by name."""
     optimizers, coefficients = optimizers_of(cfg), starting_coefficients(cfg)
     learners = {
         POLICY: Learner.start(
@@ -189,6 +203,7 @@ def start_learners(
             limits=UpdateGuards.of(cfg, meshes.training),
             frozen_steps=cfg.critic.warmup_steps,
             coefficients=coefficients,  # the objective sees how they change
+            followers=followers,
         )
     }
     if CRITIC in optimizers:

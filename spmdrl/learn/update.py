@@ -29,7 +29,7 @@ from spmdrl.types import MicroBatch, MiniBatch, TrainingDiverged
 
 
 def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, step: int) -> Metrics:
-    """Take one optimizer step on each mini-batch in turn; every rank that trains must call this.
+    """Take one optimizer step on each mini-batch in turn, then let followers follow; every rank that trains calls it.
 
     Updates are numbered by step and mini-batch, so that the learning rate does not depend on which are skipped:
     - those of an empty mini-batch, which is empty on every rank;
@@ -54,6 +54,8 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
             parts.append(result.metrics)
         if learner.limits and learner.limits.stop_kl_nats is not None:
             parts.append({f"{learner.area}/left_out_fraction": Mean(float(beyond_kl_limit), 1.0)})
+    for follower in learner.followers.values():
+        follower.follow(learner.model, step)
     return merge_all(parts) if meshes.is_data_leader else {}
 
 

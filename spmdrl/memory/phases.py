@@ -204,6 +204,7 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     # Adapters, their gradients and their state stay on the device.
     whole = [size.stepped * _FLOAT32 for size in rank.trained if not size.adapters]
     offloaded = sum(size.base_bytes(rank.compute_bytes) for size in rank.trained)
+    followers = sum(one.follows for one in cfg.frozen_models.values()) * rank.size.shard * _FLOAT32
     offloaded += max(whole, default=0) + sum(whole) * states_per_weight(cfg.optim)
     return {
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
@@ -211,7 +212,7 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         "offloaded policy": offloaded if cfg.model.cpu_offload else 0,
         "frozen models": sum(one.size.shard for one in rank.frozen if not one.on_device) * _FLOAT32,
         "hidden states of teachers": _hidden_bytes(cfg, rank),
-        "checkpoint copy": weights + state if cfg.checkpoint.every else 0,
+        "checkpoint copy": weights + state + followers if cfg.checkpoint.every else 0,
         "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
         if rank.frozen_tower
         else 0,

@@ -11,7 +11,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from spmdrl.config import ModelConfig
 from spmdrl.config.distill import REFERENCE, OtherModelConfig
@@ -19,7 +21,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_reference
-from spmdrl.model.policy import Policy, TokenLogprobs
+from spmdrl.model.policy import PackedModel, Policy, TokenLogprobs
 from spmdrl.types import MicroBatch, TopTokens
 
 
@@ -85,7 +87,7 @@ def load_frozen(
         if not model.is_loaded:
             return FrozenModel(policy, temperature, is_own_base=model.is_own_base, is_policy=not model.is_own_base)
         settings = settings_of(model, cfg)
-        own_kernel = kernel if model.path == cfg.path else None
+        own_kernel = kernel if settings.path == cfg.path else None
         role: Literal["reference", "resident"] = "resident" if model.rests_on == "device" else "reference"
         loaded = load_reference(settings, meshes.model, temperature=temperature, kernel=own_kernel, role=role)
         return FrozenModel(loaded, temperature)
@@ -100,5 +102,33 @@ def reference_of(policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperatur
 
 
 def settings_of(model: OtherModelConfig, cfg: ModelConfig) -> ModelConfig:
-    """Return `[model]` for a model with a path: the same settings, all of it frozen."""
-    return cfg.model_copy(update={"path": model.path, "freeze": None})
+    """Return `[model]` for a model with weights of its own: the same settings, all of it frozen."""
+    return cfg.model_copy(update={"path": model.path or cfg.path, "freeze": None})
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A frozen copy of the policy that follows it: lagged, or a moving average of its weights."""
+
+    model: Policy
+    every_steps: int = 1
+    decay: float = 0.0  # of the average; 0 for a copy
+
+    @classmethod
+    def of(cls, cfg: OtherModelConfig, model: Policy) -> Follower:
+        """Make a follower of its settings."""
+        if cfg.weights == "lagged":
+            return cls(model, every_steps=cfg.every_steps or 10)
+        return cls(model, decay=cfg.decay or 0.99)
+
+    @torch.no_grad()
+    def follow(self, policy: PackedModel, step: int) -> None:
+        """Follow the weights of the policy after a step: shard by shard, where those of this model rest."""
+        if step % self.every_steps:
+            return
+        pairs = zip(self.model.named_parameters(), policy.named_parameters(), strict=True)
+        for (name, own), (other_name, other) in pairs:
+            assert name == other_name, f"{name} would follow {other_name}"
+            mine, its = (x.to_local() if isinstance(x, DTensor) else x for x in (own, other))
+            mine.lerp_(its.to(mine.device, mine.dtype), 1.0 - self.decay)
+        self.model.refresh()

@@ -210,7 +210,7 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
     """
     distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
     for name, settings in cfg.frozen_models.items():
-        if settings.path is not None:
+        if settings.is_loaded:
             model = policy.frozen_models.get(name, policy)
             yield FrozenModelSize(
                 size=model.size(cfg.parallel, num_training=num_training),

@@ -72,7 +72,13 @@ from spmdrl.preflight.frozen import (
     open_frozen,
     top_token_problems,
 )
-from spmdrl.preflight.reward_models import model_terms, open_reward_model, open_reward_tokenizer, text_problems
+from spmdrl.preflight.reward_models import (
+    judge_problems,
+    model_terms,
+    open_reward_model,
+    open_reward_tokenizer,
+    text_problems,
+)
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.report.sinks import sink_problems
@@ -159,6 +165,7 @@ def open_inputs(
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         for place, reader in readers.items():
             found.ask(text_problems, cfg, place, reader, prompts)
+        found.ask(judge_problems, cfg, prompts)
         found.ask(hint_problems, cfg, plan, policy, tokenizer, prompts)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:

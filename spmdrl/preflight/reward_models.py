@@ -1,20 +1,24 @@
-"""Checks of the reward models of a run, before their weights are read."""
+"""Checks of the models that reward, before weights are read: can they be loaded, and do judges answer?"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, TuningConfig
+from spmdrl.config import Config, JudgeReward, TuningConfig
 from spmdrl.data.scored_text import ScoredText
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.faults.text import one_line
 from spmdrl.model.load import load_model_config, read_model_config
 from spmdrl.model.reward_model import num_labels_of, reward_model_problems
 from spmdrl.preflight.forecast import Model
 from spmdrl.preflight.frozen import OpenedModel
+from spmdrl.rewards.client import item_of
+from spmdrl.rewards.judge import Judges
 from spmdrl.types import UserError
 
 
@@ -60,6 +64,29 @@ def text_problems(cfg: Config, place: int, tokenizer: PreTrainedTokenizerBase, p
         ScoredText(tokenizer, cfg.reward.model_terms[place].template)(prompt, prompt.answer or "answer")
     except UserError as error:
         yield f"{_name(place)}: {error}"
+
+
+def judge_problems(cfg: Config | TuningConfig, prompts: PromptStream) -> Iterator[str]:
+    """Ask each judge about the first prompt and its reference answer, and yield a sentence where that gives no score.
+
+    The first rank asks, and only for a run that samples."""
+    if not isinstance(cfg, Config) or cfg.debug.load_rollouts is not None or os.environ.get("RANK", "0") != "0":
+        return
+    terms = {
+        _name(place): term.model_copy(update={"max_retries": min(1, term.max_retries)})
+        for place, term in enumerate(cfg.reward.terms)
+        if isinstance(term, JudgeReward)
+    }
+    if not terms:
+        return
+    (prompt,) = prompts.take(0, 1)
+    item = item_of(prompt, prompt.answer or "answer")
+    with Judges(terms) as judges:
+        for trial in [judges.submit(judges.score(item, [name])) for name in terms]:
+            try:
+                trial.result()
+            except ValueError as error:
+                yield f"{one_line(str(error))}; a first question, about the first prompt, must get a score"
 
 
 def read_reward_models(cfg: Config | TuningConfig) -> dict[str, Model]:

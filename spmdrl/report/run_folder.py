@@ -39,7 +39,7 @@ _FILES = (
     "requeue",
 )
 _NUMBERED = ("launches/*.json", "ranks/rank-*.json", "logs/rank-*.log")
-_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches", "sinks")
+_FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches", "sinks", "judged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,11 @@ class RunFolder:
     def rollouts(self) -> Path:
         """One directory per step whose rollouts were saved; optional."""
         return self.path / "rollouts"
+
+    @property
+    def judged(self) -> Path:
+        """What judges have said, in a file of each rank; optional."""
+        return self.path / "judged"
 
     def episodes(self, step: int) -> Path:
         """The episodes of a step as a page, where one was written."""

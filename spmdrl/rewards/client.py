@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import RewardConfig
 from spmdrl.data.tokenizer import decode
 from spmdrl.faults.text import lines, one_line
+from spmdrl.rewards.judge import Judges
 from spmdrl.rewards.verifiers import RewardItem
 from spmdrl.rewards.worker import PROGRAM, RewardJob, Term
 from spmdrl.types import Prompt, RewardOutcome, Rollout, UserError
@@ -29,11 +32,16 @@ _NOTHING = RewardOutcome(reward=0.0, parts={})  # of a run without terms that pr
 
 
 class RewardClient:
-    """This rank's reward processes, none where nothing is rewarded. Use it in a `with` statement, which ends them."""
+    """This rank's reward processes and judges, none where nothing is rewarded. Use it in a `with` statement, which ends
+    them."""
 
-    def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase, *, judged: Path | None = None) -> None:
+        """`judged` is the folder in which answers of judges are cached; None: only in memory."""
         self.cfg = cfg
-        self._pool = RewardPool(cfg.in_processes) if cfg.in_processes.terms else None
+        with ExitStack() as exits:
+            self._judges = exits.enter_context(Judges(cfg.judges, judged)) if cfg.judges else None
+            self._pool = exits.enter_context(RewardPool(cfg)) if cfg.in_processes else None
+            self._exits = exits.pop_all()
         self._tokenizer = tokenizer
 
     @property
@@ -45,10 +53,10 @@ class RewardClient:
         """Start to compute the reward of a finished rollout."""
         if rollout.failure is not None:
             return known_reward(rollout, RewardOutcome(reward=0.0, parts={}, failure=rollout.failure))
-        if self._pool is None:
+        if self._pool is None and self._judges is None:
             return known_reward(rollout, _NOTHING)
-        response = decode(self._tokenizer, rollout.turns[-1].response.token_ids)
-        return rollout, self._pool.submit(_item(rollout.prompt, response, rollout))
+        item = item_of(rollout.prompt, decode(self._tokenizer, rollout.turns[-1].response.token_ids), rollout)
+        return rollout, self._judged(item, known_outcome(_NOTHING) if self._pool is None else self._pool.submit(item))
 
     def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
         """Wait for the rewards. One that cannot be computed is 0, with the reason in `failure`."""
@@ -58,26 +66,65 @@ class RewardClient:
 
     def check(self, prompt: Prompt) -> RewardOutcome:
         """Compute the reward of the reference answer itself. Raises UserError if that fails."""
-        if self._pool is None:
-            return _NOTHING
-        return self._pool.check(_item(prompt, prompt.answer or ""))
+        item = item_of(prompt, prompt.answer or "")
+        others = _NOTHING if self._pool is None else self._pool.check(item)
+        outcome = self._judged(item, known_outcome(others)).result()
+        if outcome.failure is not None:
+            raise UserError(f"the reward failed on a first sample: {outcome.failure}")
+        return outcome
+
+    def _judged(self, item: RewardItem, others: Future[RewardOutcome]) -> Future[RewardOutcome]:
+        return others if self._judges is None else self._judges.submit(self._judge(item, others))
+
+    async def _judge(self, item: RewardItem, others: Future[RewardOutcome]) -> RewardOutcome:
+        """Complete the outcome of the other terms, unless these failed. Judges whose gates they close are not asked."""
+        assert self._judges is not None
+        try:
+            outcome = await asyncio.wrap_future(others)
+            if outcome.failure is not None:
+                return outcome
+            asked = [name for name, term in self.cfg.judges.items() if term.counts_with(outcome.parts)]
+            return weighed(outcome.parts | await self._judges.score(item, asked), self.cfg)
+        except (ValueError, OSError) as error:
+            return failed(str(error))
+        except asyncio.CancelledError:
+            return failed("closed")
 
     def __enter__(self) -> RewardClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._exits.close()
 
 
 def known_reward(rollout: Rollout, outcome: RewardOutcome) -> Pending:
     """Wrap a rollout whose reward has been computed elsewhere."""
+    return rollout, known_outcome(outcome)
+
+
+def known_outcome(outcome: RewardOutcome) -> Future[RewardOutcome]:
+    """Wrap an outcome that is there."""
     future: Future[RewardOutcome] = Future()
     future.set_result(outcome)
-    return rollout, future
+    return future
 
 
-def _item(prompt: Prompt, response: str, rollout: Rollout | None = None) -> RewardItem:
+def weighed(parts: dict[str, float], cfg: RewardConfig) -> RewardOutcome:
+    """Weigh the parts of a reward, by the names of their terms: 0 and a failure where the sum is out of bounds."""
+    try:
+        reward = bounded("the weighted sum of the terms", cfg.total(parts))
+    except ValueError as error:
+        return RewardOutcome(reward=0.0, parts=parts, failure=str(error))
+    return RewardOutcome(reward=reward, parts=parts)
+
+
+def failed(reason: str) -> RewardOutcome:
+    """The outcome of a rollout that could not be rewarded."""
+    return RewardOutcome(reward=0.0, parts={}, failure=one_line(reason))
+
+
+def item_of(prompt: Prompt, response: str, rollout: Rollout | None = None) -> RewardItem:
+    """Return what rewards read of a response to a prompt."""
     return RewardItem(
         prompt=prompt.text,
         response=response,
@@ -92,20 +139,23 @@ def _item(prompt: Prompt, response: str, rollout: Rollout | None = None) -> Rewa
 class RewardPool:
     """Computes rewards in `reward.num_workers` processes, each at one item at a time.
 
-    An exception, a timeout, a dead worker or a value that is no number within bounds gives reward 0 and a `failure`;
-    none of them raises. UserError if the verifiers cannot be loaded. Close it, or use it in a `with` statement.
+    Terms of other kinds are left out. An exception, a timeout, a dead worker or a value that is no number within bounds
+    gives reward 0 and a `failure`; none of them raises. UserError if the verifiers cannot be loaded. Close it, or use
+    it in a `with` statement.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
         self._cfg = cfg
-        terms = _named(cfg)
-        self._weights = {term.name: written.weight for term, written in zip(terms, cfg.terms, strict=True)}
+        terms = [
+            Term(name=name, kind=term.kind, settings=term.model_dump(exclude={"kind", "weight", "gate", "floor"}))
+            for name, term in cfg.in_processes.items()
+        ]
         self._workers = WorkerPool(
             WorkerProgram(
                 code=PROGRAM,
                 table="reward",
                 setting="reward.terms",
-                sections=cfg.terms,
+                sections=[*cfg.in_processes.values()],
                 sandbox=cfg.sandbox,
                 job=lambda sandbox: RewardJob(terms=terms, limit_s=cfg.timeout_s, sandbox=sandbox),
                 loaded=unprotected_in,
@@ -151,7 +201,7 @@ class RewardPool:
     def _open(self, item: RewardItem) -> _RewardSession:
         if self._workers.is_closed:
             raise RuntimeError("this reward pool is closed")
-        session = _RewardSession(item, self._weights)
+        session = _RewardSession(item, self._cfg)
         session.outcome.add_done_callback(lambda _: self._workers.release(session))
         self._workers.open(session)
         return session
@@ -160,8 +210,8 @@ class RewardPool:
 class _RewardSession(Session):
     """One item, asked once."""
 
-    def __init__(self, item: RewardItem, weights: dict[str, float]) -> None:
-        self._item, self._weights = item, weights
+    def __init__(self, item: RewardItem, cfg: RewardConfig) -> None:
+        self._item, self._cfg, self._names = item, cfg, cfg.in_processes.keys()
         self._is_finished = False
         self.outcome: Future[RewardOutcome] = Future()
         self.traceback = ""  # set before the outcome
@@ -179,39 +229,19 @@ class _RewardSession(Session):
                 self.traceback = lines(traceback)
                 self.fail("error", failure)
                 return
-            case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._weights.keys():
+            case {"parts": dict(parts), "failure": None, "traceback": ""} if parts.keys() == self._names:
                 if all(isinstance(part, float) for part in parts.values()):
-                    self._weigh({name: bounded(name, part) for name, part in parts.items()})
+                    self._finish(weighed({name: bounded(name, part) for name, part in parts.items()}, self._cfg))
                     return
         raise ValueError(INVALID_ANSWER)
 
     def fail(self, kind: FailureKind, reason: str) -> None:
         if not self._is_finished:
-            self._finish(RewardOutcome(reward=0.0, parts={}, failure=one_line(reason)))
+            self._finish(failed(reason))
 
     def close(self) -> None:
         self.fail("error", "closed")
 
-    def _weigh(self, parts: dict[str, float]) -> None:
-        reward, failure = sum(self._weights[name] * part for name, part in parts.items()), None
-        try:
-            reward = bounded("the weighted sum of the terms", reward)
-        except ValueError as error:
-            reward, failure = 0.0, str(error)
-        self._finish(RewardOutcome(reward=reward, parts=parts, failure=failure))
-
     def _finish(self, outcome: RewardOutcome) -> None:
         self._is_finished = True
         self.outcome.set_result(outcome)
-
-
-def _named(cfg: RewardConfig) -> list[Term]:
-    """Name terms by their kind; the second of a kind gets the suffix _2, and so on."""
-    seen: Counter[str] = Counter()
-    named = []
-    for term in cfg.terms:
-        seen[term.kind] += 1
-        name = term.kind if seen[term.kind] == 1 else f"{term.kind}_{seen[term.kind]}"
-        settings = term.model_dump(exclude={"kind", "weight"})  # what is special to its kind
-        named.append(Term(name=name, kind=term.kind, settings=settings))
-    return named

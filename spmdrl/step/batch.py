@@ -129,7 +129,7 @@ def _sequences_of(
             token_ids=token_ids,
             loss_mask=loss_mask,
             rollout_logprobs=tuple(logprob if is_trained else 0.0 for logprob, is_trained in logprobs),
-            reward=rewarded.outcome.reward,
+            reward=rewarded.compared,
             baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
             turns=turns,
             earned=earned,

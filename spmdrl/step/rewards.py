@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.metrics import Mean, Metrics, Total, Values
+from spmdrl.algo.advantage import centre, normalized_terms
+from spmdrl.algo.metrics import Correlation, Mean, Metrics, RootMean, Total, Values
 from spmdrl.algo.rewards import overlong_penalty
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, RewardConfig
@@ -121,6 +122,7 @@ def _placed(micro_batch: MicroBatch) -> Iterator[tuple[int, TurnSpan, slice]]:
         yield from ((index, turn, slice(first + turn.start, first + turn.end)) for turn in turns)
 
 
+OVERLONG = "overlong"  # the part of a reward that its response's length costs
 _MAX_REASONS = 10  # that are shown in one step
 
 
@@ -135,16 +137,36 @@ def shape_rewards(
     ordered = sorted(outcomes, key=lambda outcome: (outcome[0].prompt.prompt_id, outcome[0].sample_index))
     shaped = [(rollout, _with_overlong_penalty(rollout, outcome, cfg)) for rollout, outcome in ordered]
     baselines = {rollout.prompt.prompt_id: outcome for rollout, outcome in shaped if rollout.is_baseline}
+    shaped = [(rollout, outcome) for rollout, outcome in shaped if not rollout.is_baseline]
+    normalized = _normalized([outcome for _, outcome in shaped], cfg) if cfg.advantage.formula.per_term else None
     return [
         RewardedRollout(
             index=index_of(rollout),
             rollout=rollout,
             outcome=outcome,
             baseline=baselines.get(rollout.prompt.prompt_id),
+            normalized=None if normalized is None else normalized[place],
         )
-        for rollout, outcome in shaped
-        if not rollout.is_baseline
+        for place, (rollout, outcome) in enumerate(shaped)
     ]
+
+
+def _normalized(outcomes: Sequence[RewardOutcome], cfg: Config) -> list[float]:
+    """The sums of the normalized terms of whole groups, in order."""
+    terms, weights = _terms(outcomes, cfg)
+    return normalized_terms(torch.stack([*terms.values()]), weights).flatten().tolist()
+
+
+def _terms(outcomes: Sequence[RewardOutcome], cfg: Config) -> tuple[dict[str, Tensor], list[float]]:
+    """[P, G] float64 of each term of the rewards of whole groups, by name, and the weights: 0 where it does not count,
+    because its gate is closed or the reward has failed. What length costs is one of them."""
+    weights = {name: term.weight for name, term in cfg.reward.named.items()}
+    if cfg.reward.overlong_tokens:
+        weights[OVERLONG] = 1.0
+    counted = [outcome.parts | cfg.reward.gated(outcome.parts) for outcome in outcomes]
+    columns = {name: [parts.get(name, 0.0) for parts in counted] for name in weights}
+    shape = (-1, cfg.rollout.group_size)
+    return {name: torch.tensor(x, dtype=torch.float64).view(shape) for name, x in columns.items()}, [*weights.values()]
 
 
 def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config) -> RewardOutcome:
@@ -156,7 +178,7 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
         max_tokens=cfg.rollout.max_response_tokens,
         buffer_tokens=cfg.reward.overlong_tokens,
     ) * (cfg.reward.overlong_penalty or 1.0)
-    return dataclasses.replace(outcome, reward=outcome.reward + penalty, parts=outcome.parts | {"overlong": penalty})
+    return dataclasses.replace(outcome, reward=outcome.reward + penalty, parts=outcome.parts | {OVERLONG: penalty})
 
 
 def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
@@ -185,6 +207,24 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
     for part in sorted({name for r in rewarded for name in r.outcome.parts}):
         metrics[f"reward/part_{part}"] = Mean.of(r.outcome.parts[part] for r in rewarded if part in r.outcome.parts)
     return metrics | episode_metrics(r.rollout for r in rewarded)
+
+
+def term_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
+    """How the terms of this rank's rewards differ within their groups: each one's standard deviation, and its
+    correlation with what all others count together."""
+    if not rewarded:
+        return {}
+    terms, weights = _terms([one.outcome for one in rewarded], cfg)
+    if len(terms) < 2:
+        return {}
+    counted = {name: weight * centre(term) for (name, term), weight in zip(terms.items(), weights, strict=True)}
+    metrics: Metrics = {}
+    for name, term in terms.items():
+        own, others = centre(term), sum((x for other, x in counted.items() if other != name), torch.zeros_like(term))
+        squares, products, of_others = (float(x.sum()) for x in (own * own, own * others, others * others))
+        metrics[f"reward/std_{name}"] = RootMean(squares, own.numel())
+        metrics[f"reward/agreement_{name}"] = Correlation(products, squares, of_others)
+    return metrics
 
 
 def limit_failures(rewarded: Sequence[RewardedRollout], cfg: RewardConfig, mesh: DeviceMesh, *, step: int) -> None:

@@ -16,7 +16,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import RewardModel
 from spmdrl.model.reward_model import load_scorer, num_labels_of
 from spmdrl.model.sharding import reshard
-from spmdrl.rewards.client import Pending, Rewarded, known_reward
+from spmdrl.rewards.client import Pending, Rewarded, failed, known_reward, weighed
 from spmdrl.run import Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.types import PADDING_INDEX, Place, RewardOutcome, Rollout, Sequence, UserError
@@ -28,7 +28,7 @@ class _Scorer:
     """A reward model with what it reads."""
 
     name: str  # of its part of a reward: "model", then "model_2" and so on
-    weight: float
+    term: ModelReward
     model: RewardModel
     encode: ScoredText
     max_tokens: int
@@ -53,7 +53,7 @@ class Scorers:
         longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
         return _Scorer(
             name="model" if number == 1 else f"model_{number}",
-            weight=term.weight,
+            term=term,
             model=model,
             encode=ScoredText(tokenizer, term.template),
             max_tokens=min(_most_tokens(run.plan, multiple=run.meshes.model.cp.size()), longest or 2**31),
@@ -76,7 +76,7 @@ class Scorers:
         wanted = {
             _place(rollout): self._encoded(scorer, rollout)
             for rollout, outcome in rewarded
-            if outcome.failure is None and scorer.name not in outcome.parts
+            if outcome.failure is None and scorer.name not in outcome.parts and scorer.term.counts_with(outcome.parts)
         }
         scores = self._score(scorer, {place: found for place, found in wanted.items() if not isinstance(found, str)})
 
@@ -84,9 +84,16 @@ class Scorers:
             found = wanted.get(_place(rollout))
             if found is None:
                 return outcome
-            return _failed(found) if isinstance(found, str) else _added(outcome, scorer, scores[_place(rollout)])
+            return failed(found) if isinstance(found, str) else self._added(outcome, scorer, scores[_place(rollout)])
 
         return [(rollout, completed(rollout, outcome)) for rollout, outcome in rewarded]
+
+    def _added(self, outcome: RewardOutcome, scorer: _Scorer, score: float) -> RewardOutcome:
+        try:
+            part = bounded(scorer.name, score)
+        except ValueError as error:
+            return failed(str(error))
+        return weighed({**outcome.parts, scorer.name: part}, self._rewards.cfg)
 
     def _encoded(self, scorer: _Scorer, rollout: Rollout) -> tuple[int, ...] | str:
         """Return what the model reads of a rollout, or why it cannot."""
@@ -132,16 +139,3 @@ def _sequence(place: Place, token_ids: tuple[int, ...]) -> Sequence:
         rollout_logprobs=(0.0,) * len(token_ids),
         reward=0.0,
     )
-
-
-def _added(outcome: RewardOutcome, scorer: _Scorer, score: float) -> RewardOutcome:
-    try:
-        part = bounded(scorer.name, score)
-        reward = bounded("the weighted sum of the terms", outcome.reward + scorer.weight * part)
-    except ValueError as error:
-        return _failed(str(error))
-    return RewardOutcome(reward=reward, parts={**outcome.parts, scorer.name: part})
-
-
-def _failed(reason: str) -> RewardOutcome:
-    return RewardOutcome(reward=0.0, parts={}, failure=reason)

@@ -22,7 +22,8 @@ from spmdrl.config.distill import REFERENCE
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
-from spmdrl.model.frozen import FrozenModel
+from spmdrl.learn.learner import NO_FOLLOWERS
+from spmdrl.model.frozen import Follower, FrozenModel
 from spmdrl.model.policy import Policy, Teaching
 from spmdrl.run import Run
 from spmdrl.step.batch import Batch
@@ -30,6 +31,7 @@ from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.types import Hint, MicroBatch, Prompt, TopTokens, TrainingDiverged
 
 NO_LESSONS = Lessons()
+_OWN = {"lagged": "the policy some steps ago", "average": "the moving average of the policy"}
 
 
 class FrozenModels:
@@ -41,10 +43,11 @@ class FrozenModels:
         frozen: Mapping[str, FrozenModel],
         distill: DistillConfig | None,
         label: Callable[[Prompt], tuple[int, Hint]] = NO_LESSONS,
+        followers: Mapping[str, Follower] = NO_FOLLOWERS,
     ) -> None:
         """`frozen` are the models by name, as `config.frozen_models` names them; `label` says who teaches the responses
-        to a prompt, and what that teacher sees."""
-        self._policy, self._distill, self.label = policy, distill, label
+        to a prompt, and what that teacher sees. `followers` are those that follow the policy, for its learner."""
+        self._policy, self._distill, self.label, self.followers = policy, distill, label, followers
         self.reference = frozen.get(REFERENCE)
         self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
 
@@ -54,7 +57,11 @@ class FrozenModels:
         cfg = run.cfg
         sees_more = cfg.distill is not None and cfg.distill.hints
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code) if sees_more else None
-        return cls(policy, run.load_frozen(policy), cfg.distill, Lessons(cfg.distill, cfg.data, tokenizer))
+        frozen = run.load_frozen(policy)
+        followers = {
+            name: Follower.of(one, frozen[name].model) for name, one in cfg.frozen_models.items() if one.follows
+        }
+        return cls(policy, frozen, cfg.distill, Lessons(cfg.distill, cfg.data, tokenizer), followers)
 
     @torch.no_grad()
     def teach(self, batch: Batch, meshes: Meshes) -> Batch:
@@ -160,7 +167,11 @@ def teacher_lines(cfg: Config | SftConfig) -> Iterator[str]:
     """Yield a line about each teacher of a run, for --dry-run."""
     for one in cfg.distill.by_place if cfg.distill else ():
         model = cfg.models[one.model]
-        own = "the policy without its adapters" if model.is_own_base else "the policy itself"
+        own = (
+            "the policy without its adapters"
+            if model.is_own_base
+            else _OWN.get(model.weights or "", "the policy itself")
+        )
         tasks = "all other data sources" if one.tasks is None else ", ".join(one.tasks)
         sees = "" if one.hint_column is None else f', which sees the column "{one.hint_column}"'
         yield f"teacher {one.model} of {tasks}: {model.path or own}{sees}"

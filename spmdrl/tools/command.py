@@ -39,6 +39,9 @@ PROGRAMS = {
     "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
+    "rescore": Program(
+        "apply another reward to saved rollouts, and show where the two disagree", "spmdrl.tools.rescore"
+    ),
     "parity": Program("compare a step over other ways to split it", "spmdrl.tools.parity"),
     "dequantize": Program("write a checkpoint in MXFP4 or FP8 with bfloat16 weights", "spmdrl.tools.dequantize"),
     "tiny-model": Program("make a small random model to try things with", "spmdrl.tools.tiny_model"),

@@ -87,7 +87,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
     policy = run.load_policy()
     frozen = FrozenModels.of(run, policy)
-    learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
+    learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype, followers=frozen.followers)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
         checkpoint.require_whole(before, meshes.training, remedy="replay another step")

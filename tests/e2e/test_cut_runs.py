@@ -1,7 +1,8 @@
 """A run with everything on, cut at many places, is bit for bit the run that nothing cut.
 
 Everything: episodes of several turns whose environment shows pictures, adapters on a vision model with a reference,
-groups that are drawn in place of others, evaluation on held-out questions, exports on the way. Runs with one feature
+groups that are drawn in place of others, a judge of every response, evaluation on held-out questions, exports on the
+way. Runs with one feature
 alone are cut by the slow tests of the other files.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from spmdrl.faults.watch import Watch
 from spmdrl.rollout.episode import Episode
 from tests.helpers import painter
 from tests.helpers.cuts import cut, entering, nowhere
+from tests.helpers.judges import JudgeServer, judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows
 from tests.helpers.vision import write_picture_run
@@ -99,8 +101,19 @@ DISAGGREGATED = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[JudgeServer]:
+    """Judges, which know the runs by their names."""
+    with judge_server() as server:
+        os.environ["JUDGE_URL"] = server.url
+        yield server
+        del os.environ["JUDGE_URL"]
+
+
 def launch(folder: Path, num_ranks: int, *overrides: str, patch: Callable[[], None] = nowhere) -> None:
-    argv = [str(folder / "c.toml"), *SETTINGS, *overrides]
+    name = overrides[0].removeprefix("run.name=")
+    judge = f'{{kind="judge",weight=0.0,rubric="Be right.",url="{os.environ["JUDGE_URL"]}",model="{name}"}}'
+    argv = [str(folder / "c.toml"), *SETTINGS, f'reward.terms=[{{kind="environment"}},{judge}]', *overrides]
     assert set(run_ranks(num_ranks, cut, argv, patch, timeout_s=200.0)) == {0}
 
 
@@ -176,9 +189,11 @@ def test_one_rank_samples_what_two_sample(alone: Path, pair: Path) -> None:
     assert rows(alone)[1]["update/grad_norm"] == pytest.approx(rows(pair)[1]["update/grad_norm"], rel=1e-5)
 
 
-def test_colocated(folder: Path, pair: Path) -> None:
+def test_colocated(folder: Path, pair: Path, server: JudgeServer) -> None:
     run = cut_run(folder, "colocated", COLOCATED)
     assert_same_run(run, pair)
+    counts = [count for (name, _), count in server.asked.items() if name == "colocated"]
+    assert sum(counts) < 1.2 * len(counts), "what a judge has said is asked again"
     # A stop leaves no evaluation out and repeats none; the kill in step 3 loses the one after step 2.
     assert [(one / "evaluations").read_text().split() for one in (pair, run)] == [["0", "2", "3"], ["0", "2", "2", "3"]]
 

@@ -85,3 +85,20 @@ def test_the_policy_learns_from_itself_with_the_answer_before_it(folder: Path, d
     teacher = ['models={self={weights="policy"}}', 'distill={teacher="self",hint_column="answer",max_hint_tokens=8}']
     launch(folder, 2, "run.name=hinted", "run.num_steps=2", *teacher)
     assert all(row["distill/reverse_nats"] > 0 for row in rows(folder / "runs/hinted"))
+
+
+@pytest.mark.slow
+def test_copies_that_follow_the_policy_are_saved_with_it(folder: Path, distilled: Path) -> None:
+    overrides = [
+        'models={self={weights="average",decay=0.5},reference={weights="lagged",every_steps=2}}',
+        'distill={teacher="self",hint_column="answer",max_hint_tokens=8}',
+        "loss={kl_coef=0.01,updates_per_step=1}",
+        "checkpoint.every=1",
+    ]
+    launch(folder, 2, "run.name=following", "run.num_steps=3", *overrides)
+    first, second, third = rows(folder / "runs/following")
+    assert first["update/k3_ref_nats"] == 0.0 < second["update/k3_ref_nats"] and third["update/k3_ref_nats"] == 0.0
+    launch(folder, 2, "run.name=follows", "run.num_steps=1", "export.at_end=false", *overrides)
+    launch(folder, 2, "run.name=follows", "run.num_steps=3", *overrides)
+    assert steady_rows(folder / "runs/follows") == steady_rows(folder / "runs/following")
+    assert_same_weights(folder / "runs/follows", folder / "runs/following")

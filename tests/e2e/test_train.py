@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.report.files import read_rows
+from spmdrl.tools import rescore
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
@@ -33,7 +34,7 @@ from tests.helpers.small_run import (
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """A run of 4 steps on 2 ranks that never stopped."""
-    torchrun(folder, 2, "report.eval_samples=3")
+    torchrun(folder, 2, "report.eval_samples=3", "debug.save_rollouts=2")
     return folder / "runs/run"
 
 
@@ -343,3 +344,18 @@ def test_a_run_on_prefix_trees_learns_as_one_on_whole_sequences(tmp_path: Path) 
     for flat, tree in zip(found["off"], found["auto"], strict=True):
         for name in ("reward/mean", "update/loss", "update/grad_norm", "update/entropy_nats", "batch/loss_tokens"):
             assert tree[name] == pytest.approx(flat[name], rel=1e-3, abs=1e-5), name
+
+
+def test_saved_rollouts_have_their_rewards_again_and_another_reward_differs_where_it_is_said(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    items = tmp_path / "items.jsonl"
+    assert rescore.main([str(whole), "--items", str(items)]) == 0
+    said = capfd.readouterr().out
+    assert "64 rollouts of steps 3 to 4: 0 failed before, 0 now" in said and "correlation 1.000" in said
+    assert all(row["before"] == row["now"] for row in read_rows(items))
+    assert rescore.main([str(whole), "--step", "4", "--show", "1", "reward.terms=[{kind='exact'}]"]) == 0
+    said = capfd.readouterr().out
+    assert "32 rollouts of steps 4 to 4" in said and "apart only before" in said and said.count("response: ") == 1
+    assert rescore.main([str(whole), "--step", "1"]) == 2 and "holds no rollouts of step 1" in capfd.readouterr().err
+    assert rescore.main([str(whole), "run.seed=4"]) == 2 and "is another one now" in capfd.readouterr().err

@@ -1,6 +1,7 @@
-"""Train on pairs with TRL, in its own environment: `python trl_pairs.py JOB.json`, by tests/spmd/test_trl_pairs.py.
+"""Train on pairs, or from a teacher, with TRL in its own environment: `python trl_pairs.py JOB.json`, by
+tests/spmd/test_trl_pairs.py.
 
-Every step takes all pairs, so that no order of rows matters.
+Every step takes all rows, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -11,14 +12,47 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
+
+TRAINERS = {
+    "pairs": (DPOTrainer, DPOConfig),
+    "rewards": (RewardTrainer, RewardConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
+}
+
+
+def recorded(trainer: type[DistillationTrainer], rows: list[dict[str, str]]) -> type[DistillationTrainer]:
+    """Make a trainer from answers in rows: the student samples nothing."""
+
+    class Recorded(trainer):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *_: object, **__: object) -> list[list[int]]:
+            tokenizer = self.processing_class
+            said = {
+                tuple(tokenizer(row["prompt"])["input_ids"]): tokenizer(row["response"], add_special_tokens=False)[
+                    "input_ids"
+                ]
+                for row in rows
+            }
+            return [[*said[tuple(ids)], tokenizer.eos_token_id] for ids in prompt_ids]
+
+    return Recorded
 
 
 def main(job_file: str) -> None:
     """Train for some steps of SGD, and save the model and the loss of each step."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in Path(job["rows"]).read_text(encoding="utf-8").splitlines()]
-    trainer, config = (RewardTrainer, RewardConfig) if job["rewards"] else (DPOTrainer, DPOConfig)
+    trainer, config = TRAINERS[job["trainer"]]
+    others = {}
+    if job["trainer"] == "distillation":
+        trainer, others = recorded(trainer, rows), {"teacher_model": job["teacher"]}
     arguments = config(
         output_dir=f"{job['out']}/trl",
         max_steps=job["num_steps"],
@@ -38,7 +72,11 @@ def main(job_file: str) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     training = trainer(
-        model=job["model"], args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        model=job["model"],
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **others,
     )
     training.train()
     training.model.save_pretrained(f"{job['out']}/hf")

@@ -428,6 +428,7 @@ def test_what_a_program_makes_is_refused_with_all_sentences() -> None:
 TOOLS = "environment.source={{kind='tools',tools=[{}]}}"
 CLASS = "environment.source={kind='class',name='a.py:A'}"
 NONE = "advantage.estimator=none"
+JUDGE = 'kind="judge",url="http://localhost/v1",model="m"'
 DISTILL = ('models={t={path="t"}}', "distill.teacher=t")
 BROKEN: dict[str, tuple[str, ...]] = {
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
@@ -435,6 +436,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "there_is_a_teacher": (*DISTILL, 'distill.teachers=[{model="t"}]'),
     "a_task_has_one_teacher": ('models={t={path="t"}}', 'distill.teachers=[{model="t"},{model="t"}]'),
     "models_are_used": ('models={t={path="t"}}',),
+    "settings_belong_to_followers": ('models={t={path="t",decay=0.5}}', "distill.teacher=t"),
+    "adapters_are_not_followed": ('models={t={weights="average"}}', "distill.teacher=t", "lora.rank=3"),
     "models_have_one_origin": ('models={t={adapters="off"}}', "distill.teacher=t"),
     "hint_settings_need_a_hint": (*DISTILL, "distill.max_hint_tokens=7"),
     "the_policy_learns_nothing_from_itself": ('models={t={weights="policy"}}', "distill.teacher=t"),
@@ -480,6 +483,10 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "tests_end_before_the_reward": ('reward.terms=[{kind="code"}]', "reward.timeout_s=1.0"),
     "templates_have_their_fields": ('reward.terms=[{kind="model",path="a",template="{prompt}"}]',),
     "reward_models_score_finished_groups": ('reward.terms=[{kind="model",path="a"}]', "rollout.dynamic_sampling=true"),
+    "gates_are_other_terms": ('reward.terms=[{kind="exact",gate="math"}]',),
+    "terms_are_compared_one_by_one": ("advantage.estimator=gdpo", 'reward.terms=[{kind="exact"}]'),
+    "judges_see_the_response": (f"reward.terms=[{{{JUDGE},template='{{answer}}'}}]",),
+    "scores_of_judges_can_be_read": (f"reward.terms=[{{{JUDGE},lowest=11.0}}]",),
     "some_term_has_a_positive_weight": ('reward.terms=[{kind="exact",weight=0.0}]',),
     "settings_belong_to_the_optimizer": ("optim.momentum=0.5",),
     "state_on_host_needs_state": ("optim.name=sgd", "optim.state_on_host=true"),

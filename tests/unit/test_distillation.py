@@ -9,15 +9,17 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from spmdrl.config import Config, DistillConfig, ModelConfig, SftConfig, TeacherConfig
+from spmdrl.config import Config, DistillConfig, ModelConfig, OtherModelConfig, SftConfig, TeacherConfig
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
+from spmdrl.model.frozen import Follower
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.inputs import open_inputs
@@ -250,3 +252,36 @@ def test_teachers_are_counted_where_they_rest_and_where_their_heads_are() -> Non
     more = resident["rollout"].device["trainer"] - alone["rollout"].device.get("trainer", 0)
     assert more == 4 * shard // 2 and "frozen models" not in resident["forward-backward"].host
     assert "heads of teachers" not in resident["forward-backward"].device
+
+
+def test_a_lagged_copy_is_the_policy_of_some_steps_ago() -> None:
+    assert followed({"weights": "lagged", "every_steps": 2}) == [1.0, 1.0, 3.0, 3.0]
+
+
+def test_an_average_is_that_of_all_steps() -> None:
+    average, slow = followed({"weights": "average", "decay": 0.75}), [1.0]
+    for value in (2.0, 3.0, 4.0):
+        slow.append(0.75 * slow[-1] + 0.25 * value)
+    assert average == slow
+    assert Follower.of(OtherModelConfig(weights="average"), ANY).decay == 0.99
+    assert Follower.of(OtherModelConfig(weights="lagged"), ANY).every_steps == 10
+
+
+def followed(settings: dict[str, Any]) -> list[float]:
+    """The weight of a copy before each of four steps, where the policy's is 1 and grows by 1 with each step."""
+    policy, copy = (_OneWeight() for _ in range(2))
+    follower, seen = Follower.of(OtherModelConfig(**settings), copy), []
+    for step in range(1, 5):
+        seen.append(copy.weight.item())
+        policy.weight.data += 1.0
+        follower.follow(policy, step)
+    return seen
+
+
+class _OneWeight(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def refresh(self) -> None:
+        """A policy takes over what has changed."""
