@@ -53,7 +53,7 @@ from spmdrl.step.evaluate import probe_batches, probe_metrics
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.rewards import failure_lines, limit_failures, rollout_metrics, shape_rewards, term_metrics
+from spmdrl.step.rewards import failure_lines, limit_failures, shape_rewards, step_metrics
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
@@ -127,15 +127,7 @@ def train(run: Launch[Config]) -> None:
                 handover.refit(version=step)
             steps.evaluate(step)
             samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
-            metrics = [
-                collected.metrics,
-                rollout_metrics(rewarded),
-                term_metrics(rewarded, cfg),
-                looked,
-                probed,
-                batch.metrics,
-                *updates,
-            ]
+            metrics = [collected.metrics, step_metrics(rewarded, cfg), looked, probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
             steps.finish(step, values)

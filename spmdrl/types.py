@@ -325,7 +325,7 @@ class RewardedRollout:
 
     @property
     def compared(self) -> float:
-        """What training compares in a group: the reward, or its normalized terms."""
+        """The number that training compares in a group: the reward, or its normalized terms."""
         return self.outcome.reward if self.normalized is None else self.normalized
 
 

@@ -151,7 +151,7 @@ class RunFolder:
 
     @property
     def judged(self) -> Path:
-        """What judges have said, in a file of each rank; optional."""
+        """The answers of judges, in a file of each rank; optional."""
         return self.path / "judged"
 
     def episodes(self, step: int) -> Path:

@@ -3,7 +3,7 @@
     item -> question (template) -> answer (server, or what it has said before) -> score (JSON field or pattern) -> part
 
 What judges say is cached by the content of the question, in a file of each rank in the run's folder: a resumed run, or
-one that is judged again, has the same rewards. Whatever goes wrong fails one rollout, and says why.
+one that is judged again, has the same rewards. A failure is that of one rollout, with its reason.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Judge:
 
 
 class Cache:
-    """What judges have said, by the content of what they were asked: in memory, and a line each in this rank's file.
+    """The answers of judges, by the content of the questions: in memory, and a line each in this rank's file.
 
-    Equal questions are asked once. Of two ranks that asked the same, each goes on with what it was told itself.
+    Equal questions are asked once. Of two ranks that asked the same, each uses its own answer after a restart.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -181,6 +181,11 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
     return dataclasses.replace(outcome, reward=outcome.reward + penalty, parts=outcome.parts | {OVERLONG: penalty})
 
 
+def step_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
+    """Metrics of this rank's rollouts and rewards, and of the terms of rewards."""
+    return rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
+
+
 def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
     """Metrics of this rank's rollouts and rewards."""
     baselines = {r.rollout.prompt.prompt_id: r.baseline for r in rewarded if r.baseline is not None}
