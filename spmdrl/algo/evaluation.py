@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
@@ -83,3 +84,27 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: i
         for _ in range(_PERMUTATIONS)
     )
     return Difference(mean, mean - reach, mean + reach, (extreme + 1) / (_PERMUTATIONS + 1))
+
+
+WINDOW = 13  # words (Brown et al., arXiv:2005.14165, appendix C)
+
+
+def overlapping(questions: Sequence[str], trained: Iterable[str]) -> set[int]:
+    """Return the places of the questions that occur in training data: with the same words, or with a run of 13 words
+    that a text of it has too. Case, punctuation and white space do not count."""
+    windows: dict[tuple[str, ...], set[int]] = {}
+    for place, question in enumerate(questions):
+        for window in _windows(question):
+            windows.setdefault(window, set()).add(place)
+    found: set[int] = set()
+    for text in trained:
+        for window in _windows(text):
+            found |= windows.get(window, set())
+    return found
+
+
+def _windows(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the runs of words of a text; all its words where there are fewer."""
+    words = re.findall(r"\w+", text.casefold())
+    for start in range(max(1, len(words) - WINDOW + 1)):
+        yield tuple(words[start : start + WINDOW])

@@ -41,6 +41,9 @@ class FileSettings(Section):
 class FileData(FileSettings):
     answer_column: str = "answer"
     """The reference answer that rewards compare with; "" when the data has none."""
+    answer_after: Annotated[str, Field(min_length=1)] | None = None
+    """The reference answer is what follows the last occurrence of this text in its column: `####` in GSM8K. A row
+    without it is an error. Unset: the whole text."""
     response_column: str | None = None
     """The response to imitate, for supervised fine-tuning."""
     order_column: str | None = None

@@ -198,6 +198,8 @@ def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
     answer = response = None
     if cfg.answer_column:
         answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
+        if cfg.answer_after is not None:
+            answer = _final(answer, cfg.answer_after, where, cfg.answer_column)
     if cfg.response_column:
         response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
     _require_text(prompt, [written, answer, response], where, cfg)
@@ -298,6 +300,15 @@ def _text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f'{where}: "{column}" must be a string or a whole number, not {type(value).__name__}')
     return value
+
+
+def _final(text: str, after: str, where: str, column: str) -> str:
+    _, found, answer = text.rpartition(after)
+    if not found or not answer.strip():
+        raise UserError(
+            f'{where}: "{column}" has no answer after "{after}" (answer_after); correct the row, or remove answer_after'
+        )
+    return answer.strip()
 
 
 def _number(value: Any, column: str, where: str) -> float:

@@ -128,6 +128,11 @@ def data_file(name: str, download: bool) -> str:
 def with_training_file(name: str, download: bool) -> str:
     """Complete `hf:ORGANISATION/NAME[@REVISION]` by the one file of training data that the data set has; any other name
     is returned as it is. Raises UserError where there are none or several."""
+    return with_split_file(name, download, split="train")
+
+
+def with_split_file(name: str, download: bool, *, split: str) -> str:
+    """Do the same for the file of another split, which has the split's name in its own."""
     if (match := _MODEL.fullmatch(name)) is None:
         return name
     if download:
@@ -145,13 +150,13 @@ def with_training_file(name: str, download: bool) -> str:
         folder = Path(_asked("snapshot_download", match.groupdict(), download, repo_type="dataset"))
         files = [file.relative_to(folder) for file in folder.rglob("*")]
     rows = sorted(str(file) for file in files if file.suffix in (".jsonl", ".parquet"))
-    training = [file for file in rows if "train" in file] or rows
-    usual = [file for file in training if Path(file).parts[0] in _USUAL_FOLDERS]
-    training = usual if len(training) > 1 and usual else training
-    if len(training) != 1:
-        there_are = f"one of {', '.join(training[:10])}" if training else "none of jsonl or parquet is there"
+    of_split = [file for file in rows if split in file] or rows
+    usual = [file for file in of_split if Path(file).parts[0] in _USUAL_FOLDERS]
+    of_split = usual if len(of_split) > 1 and usual else of_split
+    if len(of_split) != 1:
+        there_are = f"one of {', '.join(of_split[:10])}" if of_split else "none of jsonl or parquet is there"
         raise UserError(f"name its file: {name}:FILE; {there_are}")
-    return f"{name}:{training[0]}"
+    return f"{name}:{of_split[0]}"
 
 
 def _parts(pattern: re.Pattern[str], name: str, form: str) -> Mapping[str, str | None]:

@@ -183,23 +183,33 @@ class SinkProcesses:
     def __init__(self, run: Path, kinds: Sequence[str]) -> None:
         self._run, self._kinds = run, kinds
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._has_started = False
 
-    def _start(self) -> None:
-        (self._run / "sinks").mkdir(exist_ok=True)
+    def _start(self) -> Iterator[str]:
+        """Start the processes; yields a sentence for each that cannot be started."""
+        self._has_started = True
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         for kind in self._kinds:
             command = [sys.executable, "-m", "spmdrl.report.sinks", str(self._run), kind]
-            self._processes[kind] = process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-            )
+            try:
+                (self._run / "sinks").mkdir(exist_ok=True)
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+                )
+            except OSError as error:  # no memory, no process, no disk: the run itself has what it needs
+                yield (
+                    f"report.sinks.{kind}: its process cannot be started ({error.strerror or error}); afterwards "
+                    f"spmdrl sync {self._run} sends everything"
+                )
+                continue
+            self._processes[kind] = process
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
 
     def see(self) -> list[str]:
         """Notice that there are new rows; returns what the processes have said since the last call."""
-        if not self._processes:
-            self._start()
-        return self._said()
+        problems = [] if self._has_started else [*self._start()]
+        return problems + self._said()
 
     def _said(self) -> list[str]:
         found = []

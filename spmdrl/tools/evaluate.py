@@ -22,17 +22,17 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.evaluation import paired_difference
 from spmdrl.algo.metrics import scalars
-from spmdrl.config import Config, read_config
+from spmdrl.config import Config, ModelConfig, read_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.config.strict import about, conform, parse_own_json
-from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.data.tokenizer import load_tokenizer, uses_template
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
-from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers
-from spmdrl.preflight.hub import located
+from spmdrl.model.load import compute_dtype, load_model_config, load_plain, persistent_buffers
+from spmdrl.preflight.hub import PREFIX, located, model_folder
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -41,9 +41,12 @@ from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts
-from spmdrl.tools.init import choose, measure, parse, starting_tables
+from spmdrl.tools.evaluation_sets import GENERATED, known_sets, seen_in_training, set_tables
+from spmdrl.tools.init import RESPONSE_TOKENS, choose, measure, parse, starting_tables
 from spmdrl.tools.program import program, writing
 from spmdrl.types import RewardOutcome, Rollout, UserError
+
+MAX_PROMPT_TOKENS = 2048  # of a set's question
 
 
 def evaluate_export(run: Path) -> dict[str, float]:
@@ -65,14 +68,45 @@ def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     return cfg, run / "hf"
 
 
+def _of_set(run: str, name: str, overrides: Sequence[str], *, download: bool) -> tuple[Config, Path]:
+    """Settings for a run's exported model, or any model, and an evaluation set. Raises UserError."""
+    model = str(Path(run, "hf")) if Path(run, "hf", "config.json").is_file() else run
+    chosen = set_tables(name, download=download)
+    folder = model_folder(model, download) if model.startswith(PREFIX) else model
+    limit = load_model_config(ModelConfig(path=folder)).get_text_config().max_position_embeddings
+    prompt = min(MAX_PROMPT_TOKENS, limit // 2)
+    data = {"max_prompt_tokens": prompt, "sources": chosen["sources"]}
+    if "system_prompt" in chosen and uses_template(load_tokenizer(folder), "auto"):
+        data["system_prompt"] = chosen["system_prompt"]
+    tables = {
+        "run": {"name": "evaluate", "num_steps": 1},
+        "model": {"path": folder},
+        "data": data,
+        "rollout": {
+            "prompts_per_step": 1,
+            "group_size": 2,
+            "max_response_tokens": min(RESPONSE_TOKENS["math"], limit - prompt),
+        },
+        "reward": {"terms": [{"kind": chosen["reward"]}]},
+        "optim": {"lr": 1e-6},
+        "pack": {"max_tokens_per_micro_batch": limit},
+        "eval": {"num_prompts": chosen["num_prompts"], "sources": chosen["sources"]},
+    }
+    return _read(tables, overrides)
+
+
 def _of_model(model: str, data: str, reward: str, overrides: Sequence[str]) -> tuple[Config, Path]:
     """Settings for a model and all questions of a file, as `spmdrl init` would choose them. Raises UserError."""
     choices = choose(parse(["--model", model, "--data", data, "--reward", reward, "--gpus", "0"]))
     tables = starting_tables(choices, measured := measure(choices))
     every = {"num_prompts": measured.questions, "sources": tables["data"]["sources"]}
+    return _read(tables | {"eval": every}, overrides)
+
+
+def _read(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Config, Path]:
     with TemporaryDirectory() as folder:
         file = Path(folder, "evaluate.toml")
-        file.write_text(tomlkit.dumps(tables | {"eval": every}), encoding="utf-8")
+        file.write_text(tomlkit.dumps(tables), encoding="utf-8")
         cfg, problems = located(read_config(Config, str(file), overrides))
     if problems:
         raise UserError("\n".join(problems))
@@ -178,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("run", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
     parser.add_argument("override", nargs="*", help="section.key=value, such as eval.samples_per_prompt=8")
+    parser.add_argument("--set", metavar="NAMES", help=f"evaluation sets: {', '.join(known_sets())}, {GENERATED}TASK")
+    parser.add_argument("--download", action="store_true", help="fetch a set or a model that is not in the cache")
+    parser.add_argument("--trained-on", metavar="RUN", help="count the questions that are in this run's data too")
     parser.add_argument("--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet")
     parser.add_argument("--reward", metavar="KIND", help="of such a model: math, exact, code, or my.py:function")
     parser.add_argument("--items", type=Path, metavar="FILE", help="write each prompt with its responses as JSON lines")
@@ -187,22 +224,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--data and --reward belong together; give both, or neither for the held-out prompts of a run")
     transformers_logging.disable_progress_bar()  # the result is one line of JSON
     theirs = None if given.against is None else read_items(given.against)
-    if given.data is None:
-        cfg, folder = _of_run(Path(given.run), given.override)
+    names = [] if given.set is None else given.set.split(",")
+    if len(names) > 1 and (given.items or given.against):
+        raise UserError("--items and --against are of one evaluation, and --set names several; give one set at a time")
+    if names and given.data is not None:
+        raise UserError("--set and --data both say what is asked; give one of them")
+    trained_on = given.trained_on or (given.run if Path(given.run, "config.toml").is_file() else None)
+    trained = None if trained_on is None else read_config(Config, str(Path(trained_on, "config.toml")), [])
+    if names:
+        for name in names:
+            opened = _of_set(given.run, name, given.override, download=given.download)
+            say(json.dumps({"set": name} | _evaluated(*opened, trained, given.items, theirs, str(given.against))))
+    elif given.data is None:
+        say(
+            json.dumps(
+                _evaluated(*_of_run(Path(given.run), given.override), None, given.items, theirs, str(given.against))
+            )
+        )
     else:
-        cfg, folder = _of_model(given.run, given.data, given.reward, given.override)
+        opened = _of_model(given.run, given.data, given.reward, given.override)
+        say(json.dumps(_evaluated(*opened, trained, given.items, theirs, str(given.against))))
+    return 0
+
+
+def _evaluated(
+    cfg: Config,
+    folder: Path,
+    trained: Config | None,
+    written: Path | None,
+    theirs: Mapping[str, float] | None,
+    name: str,
+) -> dict[str, float]:
+    """Evaluate a model, write its items, and compare them with those of `name`; returns the metrics.
+
+    `trained` are the settings of a run whose data may have the questions too.
+    """
     outcomes = answers(cfg, folder)
     values = scalars(eval_metrics(outcomes, success_at=cfg.success_at))
     tokenizer = load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    items = [*items_of(scored_prompts(outcomes, success_at=cfg.success_at), tokenizer)]
-    if given.items is not None:
-        with writing(given.items, "--items"):
-            given.items.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    scored = scored_prompts(outcomes, success_at=cfg.success_at)
+    items = [*items_of(scored, tokenizer)]
+    if trained is not None:
+        seen = seen_in_training([one.prompt.question for one in scored], trained)
+        values["eval/seen_in_training_count"] = float(len(seen))
+        for place, item in enumerate(items):
+            item["seen_in_training"] = place in seen
+    if written is not None:
+        with writing(written, "--items"):
+            written.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
     if theirs is not None:
         ours = {item["key"]: sum(item["right"]) / len(item["right"]) for item in items}
-        values |= against(ours, theirs, str(given.against))
-    say(json.dumps(values))
-    return 0
+        values |= against(ours, theirs, name)
+    return values
 
 
 if __name__ == "__main__":

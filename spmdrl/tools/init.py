@@ -47,6 +47,7 @@ PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction", 
 ANSWERS = ("answer", "label", "solution", "final_answer", "target", "ground_truth", "expected", "output")
 IMAGES = ("images", "image")
 REWARDS = ("math", "exact", "code")
+FINAL = "####"  # before the final answer of a solution, as GSM8K has it
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 GROUP_SIZE = 8
@@ -205,6 +206,7 @@ def choose(arguments: argparse.Namespace) -> Choices:
             path=path,
             prompt_column=prompt,
             answer_column=answer,
+            answer_after=FINAL if answer and f"\n{FINAL} " in str(record[answer]) else None,
             image_column=images,
             image_root=arguments.image_root,
         ),
@@ -314,7 +316,7 @@ def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
     usual = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
     # A step asks no question twice, but for data of fewer questions than ranks.
     prompts = max(ranks, min(usual, (measured.questions - held_out) // ranks * ranks))
-    columns = {"prompt_column", "answer_column", "image_column"}
+    columns = {"prompt_column", "answer_column", "answer_after", "image_column"}
     source = choices.data.model_dump(include={"kind", "path", "image_root"} | columns, exclude_none=True)
     kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
     tables: dict[str, Any] = {

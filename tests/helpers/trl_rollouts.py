@@ -1,4 +1,4 @@
-"""Train on recorded rollouts with TRL, in its own environment: `python trl_rollouts.py JOB.json`, for a test.
+"""Train on recorded rollouts with TRL, in its own environment: `python trl_rollouts.py JOB.json ...`, for a test.
 
 Every generation is a recorded step, in its order, and an optimizer step takes all of it.
 """
@@ -24,7 +24,7 @@ class Recorded(GRPOTrainer):
         return made
 
 
-def main(job_file: str) -> None:
+def train(job_file: str) -> None:
     """Train on each recorded step for some iterations; save the model, the advantages and what was logged."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     steps, size = iter(job["steps"]), job["group_size"]
@@ -80,4 +80,5 @@ def main(job_file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for job in sys.argv[1:]:
+        train(job)

@@ -27,7 +27,7 @@ from tests.helpers.small_run import write_small_run
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
-NUM_STEPS, GROUP_SIZE, MAX_RESPONSE = 10, 4, 6
+NUM_STEPS, GROUP_SIZE, MAX_RESPONSE, LR = 10, 4, 6, 0.1
 EPSILON = 1e-4  # that TRL adds to a group's deviation; ours is 1e-6
 # By name: our settings, theirs, and whether the group's deviation divides.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -81,51 +81,79 @@ def _recorded(one: RewardedRollout) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-trl; `bash benchmarks/run.sh` makes it")
-@pytest.mark.parametrize("num_iterations", [1, 2])
-@pytest.mark.parametrize("beta", [0.0, 0.05])
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_weights_are_trls(name: str, beta: float, num_iterations: int, tmp_path: Path) -> None:
-    loss, theirs, divides = CASES[name]
+def _trained_all(cases: list[tuple[str, int, bool]]) -> list[dict[str, Any]]:
+    return [_trained(*case) for case in cases]
+
+
+Case = tuple[str, float, int]  # name, beta, iterations
+EVERYTHING: list[Case] = [(name, beta, count) for name in CASES for beta in (0.0, 0.05) for count in (1, 2)]
+
+
+def _write_run(folder: Path, case: Case) -> str:
+    name, beta, _ = case
+    folder.mkdir()
     config = write_small_run(
-        tmp_path,
+        folder,
         model={"num_layers": 2},
         run={"num_steps": NUM_STEPS},
         eval=None,
-        loss={"updates_per_step": 1, "kl_coef": beta, "dual_clip": None, **loss},
-        optim={"name": "sgd", "momentum": 0.0, "lr": 0.1, "max_grad_norm": 1.0},
+        loss={"updates_per_step": 1, "kl_coef": beta, **CASES[name][0]},
+        optim={"name": "sgd", "momentum": 0.0, "lr": LR, "max_grad_norm": 1.0},
         rollout={"group_size": GROUP_SIZE, "max_response_tokens": MAX_RESPONSE},
         checkpoint={"every": 0},
         report={"tensorboard": False},
         debug={"assert_on_policy": False},
     )
-    ours = run_ranks(1, _trained, str(config), num_iterations, divides)[0]
-    out = tmp_path / "theirs"
-    out.mkdir()
+    return str(config)
+
+
+def _write_job(folder: Path, case: Case, steps: list[Any]) -> str:
+    name, beta, count = case
     job = {
-        "model": f"{tmp_path}/model",
-        "out": str(out),
-        "steps": ours["steps"],
+        "model": f"{folder}/model",
+        "out": f"{folder}/theirs",
+        "steps": steps,
         "group_size": GROUP_SIZE,
-        "num_iterations": num_iterations,
+        "num_iterations": count,
         "max_response_tokens": MAX_RESPONSE,
-        "lr": 0.1,
+        "lr": LR,
         "max_grad_norm": 1.0,
-        "settings": {"beta": beta, "use_bias_correction_kl": False, **theirs},
+        "settings": {"beta": beta, "use_bias_correction_kl": False, **CASES[name][1]},
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [PYTHON, ROOT / "tests/helpers/trl_rollouts.py", tmp_path / "job.json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
+    (folder / "theirs").mkdir()
+    (folder / "job.json").write_text(json.dumps(job))
+    return f"{folder}/job.json"
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, dict[str, Any]]]:
+    """The folder of each case, where both have trained, and what we measured; one process each for all of them."""
+    if not PYTHON.exists():
+        pytest.skip("there is no .venv-trl; `bash benchmarks/run.sh` makes it")
+    root = tmp_path_factory.mktemp("trl")
+    folders = {case: root / f"{place}" for place, case in enumerate(EVERYTHING)}
+    runs = [(_write_run(folder, case), case[2], CASES[case[0]][2]) for case, folder in folders.items()]
+    ours = run_ranks(1, _trained_all, runs, timeout_s=900.0)[0]
+    jobs = [_write_job(folders[case], case, one["steps"]) for case, one in zip(EVERYTHING, ours, strict=True)]
+    command = [PYTHON, ROOT / "tests/helpers/trl_rollouts.py", *jobs]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    found = json.loads((out / "found.json").read_text())
+    return {case: (folders[case], one) for case, one in zip(EVERYTHING, ours, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: "-".join(map(str, case)))
+def test_losses_and_weights_are_trls(case: Case, everything: dict[Case, tuple[Path, dict[str, Any]]]) -> None:
+    folder, ours = everything[case]
+    found = json.loads((folder / "theirs/found.json").read_text())
     for mine, their in zip(ours["advantages"], found["advantages"], strict=True):
         assert mine == pytest.approx(their, abs=1e-5)
-    for ours_of, theirs_of in (("update/loss", "loss"), ("update/grad_norm", "grad_norm")):
-        values = [row[ours_of] for row in ours["updates"]]
-        assert values == pytest.approx(found[theirs_of], rel=1e-4, abs=1e-5), ours_of
-    weights, expected = (load_file(path / "hf/model.safetensors") for path in (tmp_path / "runs/run", out))
-    began = load_file(tmp_path / "model/model.safetensors")
-    for tensor, weight in expected.items():
-        assert float((weights[tensor] - weight).abs().max()) < 1e-5, tensor
-    assert max(float((expected[tensor] - began[tensor]).abs().max()) for tensor in expected) > 1e-3
+    for name, theirs in (("update/loss", "loss"), ("update/grad_norm", "grad_norm")):
+        values = [row[name] for row in ours["updates"]]
+        assert values == pytest.approx(found[theirs], rel=1e-5, abs=1e-5), name
+    weights, expected = (load_file(folder / path / "hf/model.safetensors") for path in ("runs/run", "theirs"))
+    began = load_file(folder / "model/model.safetensors")
+    for name, weight in expected.items():
+        assert float((weights[name] - weight).abs().max()) < 1e-5, name
+    assert max(float((expected[name] - began[name]).abs().max()) for name in expected) > 1e-3

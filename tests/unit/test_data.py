@@ -503,3 +503,11 @@ def test_list_of_hash_dependent_tasks_names_real_tasks() -> None:
     from reasoning_gym.factory import DATASETS
 
     assert set(DATASETS) >= sources._HASH_DEPENDENT
+
+
+def test_the_answer_is_what_follows_the_last_mark(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "answer": "3 #### 4 is it\n#### 5 "}, {"prompt": "r", "answer": "it is 6"}]
+    source = FileSource(jsonl(tmp_path / "a.jsonl", rows[:1], answer_after="####"), seed=0)
+    assert source.row(0).answer == "5"
+    with pytest.raises(UserError, match=r'line 2: "answer" has no answer after "####" \(answer_after\)'):
+        FileSource(jsonl(tmp_path / "a.jsonl", rows, answer_after="####"), seed=0)

@@ -8,13 +8,18 @@ import math
 import random
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import huggingface_hub
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from spmdrl.algo.evaluation import interval_of_share, paired_difference, pass_at_k, reported_ks, t_quantile
+from spmdrl.algo.evaluation import interval_of_share, overlapping, paired_difference, pass_at_k, reported_ks, t_quantile
 from spmdrl.algo.metrics import ShareBound
 from spmdrl.tools.evaluate import main
 from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers.small_run import write_config
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:
@@ -113,3 +118,55 @@ def test_a_model_is_evaluated_on_a_file_and_compared(
         assert said in capsys.readouterr().err
     assert main(["one", "--data", "sums.jsonl"]) == 2
     assert "--data and --reward belong together" in capsys.readouterr().err
+
+
+def test_an_item_of_training_is_seen_whatever_is_around_it() -> None:
+    long = "If a train leaves at noon and goes sixty miles in one hour how far does it go in three?"
+    questions = ["What is 2 + 2?", "What is 3 + 3?", long, long.replace("noon", "dawn")]
+    trained = ["what is 2 + 2", "Question: " + long.upper() + " Think.", "What is 3 + 3? And why?"]
+    assert overlapping(questions, trained) == {0, 2, 3}, "13 words after the difference are shared"
+    assert overlapping(questions, []) == set()
+
+
+def test_sets_have_names_in_the_cache_and_count_what_training_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    save_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    cached = tmp_path / "cache/datasets--openai--gsm8k"
+    snapshot = cached / "snapshots" / ("a" * 40) / "main"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("a" * 40)
+    rows = [{"question": f"How much is {n} + 1?", "answer": f"It is {n} + 1.\n#### {n + 1}"} for n in range(6)]
+    for split, part in (("test", rows), ("train", rows[:2])):
+        parquet.write_table(pyarrow.Table.from_pylist(part), snapshot / f"{split}-00000-of-00001.parquet")
+    short = ["rollout.max_response_tokens=4", "data.max_prompt_tokens=200"]
+    run = write_config(
+        tmp_path,
+        data={"sources": [{"kind": "parquet", "path": f"{snapshot}/train-00000-of-00001.parquet",
+                           "prompt_column": "question", "answer_after": "####"}]},
+    )  # fmt: skip
+    (tmp_path / "run").mkdir()
+    run.rename(tmp_path / "run/config.toml")
+
+    def evaluated(*arguments: str) -> list[dict[str, Any]]:
+        assert main(["model", *arguments, *short]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first, second = evaluated("--set", "gsm8k,reasoning_gym/chain_sum")
+    assert (first["set"], second["set"]) == ("gsm8k", "reasoning_gym/chain_sum")
+    assert 0 <= first["eval/accuracy"] <= 1 and "eval/seen_in_training_count" not in first
+    (seen,) = evaluated("--set", "gsm8k", "--trained-on", "run", "--items", "items.jsonl")
+    items = [json.loads(line) for line in Path("items.jsonl").read_text().splitlines()]
+    assert {item["prompt"]: item["answer"] for item in items} == {f"How much is {n} + 1?": f"{n + 1}" for n in range(6)}
+    assert seen["eval/seen_in_training_count"] == sum(item["seen_in_training"] for item in items) == 2
+    for wrong, said in {
+        ("--set", "gsm9k"): "--set gsm9k: there are gsm8k, math500, aime24",
+        ("--set", "math500"): "--set math500 (hf:HuggingFaceH4/MATH-500): it is not in the cache; add --download",
+        ("--set", "gsm8k,math500", "--items", "x"): "give one set at a time",
+        ("--set", "gsm8k", "--data", "x", "--reward", "math"): "--set and --data both say what is asked",
+    }.items():
+        assert main(["model", *wrong]) == 2
+        assert said in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 from spmdrl.config.sinks import FunctionSinkConfig, SinksConfig
 from spmdrl.report import sinks as module
 from spmdrl.report.files import read_rows
-from spmdrl.report.sinks import Sender, SinkFailed, sink_problems, sinks_of, sync
+from spmdrl.report.sinks import Sender, SinkFailed, SinkProcesses, sink_problems, sinks_of, sync
 from spmdrl.tools import runs
 from spmdrl.types import UserError
 from tests.helpers.tracker_files import report, set_sinks, write_rows
@@ -198,3 +198,16 @@ def until(condition: Any) -> None:
             pass
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def test_a_process_that_cannot_be_started_costs_a_sentence_and_is_not_tried_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    processes = SinkProcesses(run, ["function"])
+    (said,) = processes.see()
+    assert said.startswith("report.sinks.function: its process cannot be started (Cannot allocate memory); afterwards")
+    assert processes.see() == processes.close() == []
