@@ -40,7 +40,7 @@ from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.machine import processor
 from spmdrl.model.policy import PackedModel, Policy
 from spmdrl.model.reward_model import load_reward_model
-from spmdrl.model.routes import Routers
+from spmdrl.model.routes import Routers, routes_refusal
 from spmdrl.report import Report, RunFolder
 from spmdrl.rewards.client import RewardClient
 from spmdrl.types import UserError
@@ -118,7 +118,7 @@ class Run(Generic[SettingsT]):
         """Load the policy that the run trains; every rank that trains must call this, and reads its own shards."""
         cfg = self.cfg
         policy = load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
-        if isinstance(cfg, Config) and cfg.correction.router_replay != "none":
+        if isinstance(cfg, Config) and routes_refusal(policy.model) is None:
             policy.routers = Routers(policy.model)
         return policy
 

@@ -204,6 +204,37 @@ class ShareBound:
 
 
 @dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly tokens are spread over the experts of each layer; means over layers, nan when there are no tokens.
+
+    `is_peak`: the load of the busiest expert over the mean load, 1 at best; else the entropy of the loads over that of
+    equal ones, 1 at best and 0 where one expert has everything.
+    """
+
+    is_peak: bool
+    num_experts: int
+    loads: tuple[float, ...]  # tokens of each expert, layer after layer
+
+    def merge(self, other: Balance) -> Balance:
+        assert (self.is_peak, self.num_experts) == (other.is_peak, other.num_experts)
+        loads = tuple(one + another for one, another in zip(self.loads, other.loads, strict=True))
+        return Balance(self.is_peak, self.num_experts, loads)
+
+    def value(self) -> float:
+        layers = list(zip(*[iter(self.loads)] * self.num_experts, strict=True))
+        if not all(map(math.fsum, layers)):
+            return math.nan
+        return math.fsum(map(self._of_layer, layers)) / len(layers)
+
+    def _of_layer(self, loads: tuple[float, ...]) -> float:
+        total = math.fsum(loads)
+        if self.is_peak:
+            return max(loads) * self.num_experts / total
+        shares = [load / total for load in loads if load]
+        return -math.fsum(share * math.log(share) for share in shares) / math.log(max(2, self.num_experts))
+
+
+@dataclass(frozen=True, slots=True)
 class TokenValue:
     """A number about one token, and where that token is."""
 
@@ -250,6 +281,7 @@ Metric = (
     | RootMean
     | Correlation
     | ShareBound
+    | Balance
     | Worst
 )
 Metrics = dict[str, Metric]

@@ -6,6 +6,8 @@ micro-batch's forward (`importance_weights`) depends on its own sequences only.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +26,7 @@ from spmdrl.types import MicroBatch
 
 
 CONTEXT_TOKENS = 24  # of one of the worst tokens, with itself
+_DEPTHS = (0, 1024, 8192, 65536)
 
 
 def mismatch_means(drift: Mismatch, *, threshold_nats: float) -> dict[str, Tensor]:
@@ -33,6 +36,22 @@ def mismatch_means(drift: Mismatch, *, threshold_nats: float) -> dict[str, Tenso
         "mismatch/mean_abs_nats": size,
         "mismatch/k3_nats": drift.k3,
         "mismatch/beyond_fraction": (size > threshold_nats).float(),
+    }
+
+
+def depths_of(longest_tokens: int) -> list[int]:
+    """List the places at which a new range of depths begins, in sequences of up to so long; none of short ones."""
+    depths = [depth for depth in _DEPTHS if depth < longest_tokens]
+    return depths if len(depths) > 1 else []
+
+
+def mismatch_by_depth(drift: Mismatch, micro_batch: MicroBatch, depths: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mismatches [T] of the loss tokens in each range of depths, and where those are [T]: an engine that computes long
+    contexts otherwise is found in the last."""
+    size, place = drift.mismatch.abs(), micro_batch.positions
+    return {
+        f"mismatch/mean_abs_nats_from_{start}": (size, micro_batch.loss_mask & (place >= start) & (place < end))
+        for start, end in itertools.pairwise([*depths, sys.maxsize])
     }
 
 

@@ -197,7 +197,14 @@ def start_learners(
         POLICY: Learner.start(
             policy,
             optimizers[POLICY],
-            PolicyObjective(cfg.loss, coefficients, cfg.correction, cfg.mismatch, cfg.distill),
+            PolicyObjective(
+                cfg.loss,
+                coefficients,
+                cfg.correction,
+                cfg.mismatch,
+                cfg.distill,
+                longest_tokens=plan.max_sequence_tokens,
+            ),
             num_updates=plan.num_updates,
             dtype=dtype,
             limits=UpdateGuards.of(cfg, meshes.training),

@@ -15,7 +15,7 @@ from spmdrl.algo.kl import kl_at_loss_tokens, log_ratio_penalty
 from spmdrl.algo.losses import PolicyLoss, clipped_value_loss, mismatch, sft_loss, weighted_sum
 from spmdrl.config import Config, CorrectionConfig, DistillConfig, LossConfig, MismatchConfig
 from spmdrl.learn.coefficients import ENTROPY
-from spmdrl.learn.correction import importance_weights, mismatch_means
+from spmdrl.learn.correction import depths_of, importance_weights, mismatch_by_depth, mismatch_means
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch, TurnSpan, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
@@ -149,6 +149,7 @@ class Objective:
     weights: dict[str, Tensor] = field(default_factory=dict)  # [T] >= 0, whose effective sample size is reported
     # Per-token values [T], to be averaged over other tokens than the loss tokens: those where the second is True, [T].
     elsewhere: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    expert_loads: Tensor | None = None  # [L, E], tokens of each expert
 
 
 class ObjectiveFunction(Protocol):
@@ -171,11 +172,12 @@ class PolicyObjective:
         mismatch: MismatchConfig = USUAL_MISMATCH,
         distill: DistillConfig | None = None,
         function: Callable[..., Any] | None = None,
+        longest_tokens: int = 0,
     ) -> None:
         """`coefficients` are those of `coefficients.py`, which may change from step to step. `function` is a policy
-        loss in the place of the one that `loss` names."""
+        loss in the place of the one that `loss` names. Sequences have up to `longest_tokens`."""
         self._loss, self._coefficients, self._correction, self._mismatch = loss, coefficients, correction, mismatch
-        self._distill = distill
+        self._distill, self._depths = distill, depths_of(longest_tokens)
         self._policy_loss = policy_loss_function(loss) if function is None else partial(_users_loss, function, loss)
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
@@ -198,7 +200,7 @@ class PolicyObjective:
             **weighed.means,
             **{f"loss/{name}": values for name, values in policy.means.items()},
         }
-        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
+        elsewhere = mismatch_by_depth(drift, micro_batch, self._depths)
         if (disagreement := outputs.router_disagreement) is not None:
             has_route = mask & (disagreement >= 0)
             whose = "mismatch" if self._correction.router_replay == "R3" else "update"
@@ -236,6 +238,7 @@ class PolicyObjective:
             elsewhere=elsewhere,
             peaks={"update/ratio_max_deviation": (policy.ratio.detach() - 1).abs()},
             worst={"mismatch/max_abs_nats": drift.mismatch},
+            expert_loads=outputs.expert_loads,
             weights={
                 "mismatch/effective_fraction": drift.mismatch.double().exp(),
                 **({"correction/effective_fraction": weighed.weights} if weighed.means else {}),

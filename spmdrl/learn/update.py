@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.algo.metrics import Deferred, Max, Mean, Metric, Metrics, fetched, merge_all
+from spmdrl.algo.metrics import Balance, Deferred, Max, Mean, Metric, Metrics, fetched, merge_all
 from spmdrl.dist.collectives import sum_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.correction import effective_fraction, worst_of
@@ -204,7 +204,14 @@ def _reduced(result: Objective, micro_batch: MicroBatch) -> dict[str, Deferred]:
         metrics[name] = Deferred(
             torch.stack([torch.where(where, values, 0.0).sum().double(), where.sum().double()]), _mean
         )
+    if (loads := result.expert_loads) is not None:
+        metrics["experts/max_load_ratio"] = Deferred(loads, partial(_balance, True, loads.shape[1]))
+        metrics["experts/load_entropy_fraction"] = Deferred(loads, partial(_balance, False, loads.shape[1]))
     return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}
+
+
+def _balance(is_peak: bool, num_experts: int, loads: list[float]) -> Metric:
+    return Balance(is_peak, num_experts, tuple(loads))
 
 
 def _mean(numbers: list[float]) -> Metric:

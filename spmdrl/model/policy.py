@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from spmdrl.dist.collectives import sum_over
 from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
@@ -119,6 +120,7 @@ class TokenLogprobs:
     # Of the row that predicts a token, where routes are replayed: [T] float32, the share of its experts that the
     # model's own routers would not have taken; negative where it has no record, 0 for tokens that are not predicted.
     router_disagreement: Tensor | None = None
+    expert_loads: Tensor | None = None  # [L, E] float32: of the same rows, those that went to each expert of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +340,19 @@ class Policy(PackedModel):
         else:
             columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
         found = TokenLogprobs(*(self._per_token(column, predicting.tokens, micro_batch) for column in columns))
-        if self.routers is None or micro_batch.routes is None:
-            return found
-        disagreement = self.routers.disagreement[predicting.rows]
-        return replace(found, router_disagreement=self._per_token(disagreement, predicting.tokens, micro_batch))
+        return found if self.routers is None else self._with_routing(found, micro_batch, predicting, self.routers)
+
+    def _with_routing(
+        self, found: TokenLogprobs, micro_batch: MicroBatch, predicting: _PredictingRows, routers: Routers
+    ) -> TokenLogprobs:
+        """Add what the routers did in the forward pass."""
+        loads = routers.loads(predicting.rows)
+        if loads is not None and self.context is not None:
+            loads = sum_over(self.context, loads)
+        if micro_batch.routes is None:
+            return replace(found, expert_loads=loads)
+        disagreement = self._per_token(routers.disagreement[predicting.rows], predicting.tokens, micro_batch)
+        return replace(found, expert_loads=loads, router_disagreement=disagreement)
 
     def own_routes(self, micro_batch: MicroBatch) -> Tensor:
         """Return the routes of the last forward pass, which was of this micro-batch: [T, L, k] int16, on the host.

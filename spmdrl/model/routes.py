@@ -50,6 +50,15 @@ class Routers:
         """The routes of the last forward pass, [T, L, k] int16."""
         return torch.stack([_there(choice.taken) for choice in self._choices], dim=1)
 
+    def loads(self, rows: Tensor) -> Tensor | None:
+        """Count the tokens that each expert had in the last forward pass among these rows [N]: [L, E] float32; None
+        where a layer chose in another way."""
+        if any(choice.taken is None for choice in self._choices):
+            return None
+        taken = self.taken[rows].long().movedim(1, 0).flatten(1)  # [L, N k]
+        loads = torch.zeros(self.num_layers, self.num_experts, device=taken.device)
+        return loads.scatter_add_(1, taken, torch.ones_like(taken, dtype=loads.dtype))
+
     @property
     def disagreement(self) -> Tensor:
         """[T] float32: the share of experts that the last forward pass had to take and its routers would not have

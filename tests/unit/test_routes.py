@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedModel
 
+from spmdrl.algo.metrics import Balance
 from spmdrl.config import CorrectionConfig
 from spmdrl.config.model import ModelConfig
 from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.learn.correction import depths_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.layers import replace_layers
@@ -50,6 +53,7 @@ from tests.helpers.sequences import random_requests, random_sequences, sequences
 ALONE: Any = SimpleNamespace(size=lambda: 1)  # the mesh of one rank
 # As many experts as make near ties likely, and of which a wrong one is felt.
 MANY: dict[str, Any] = {"num_experts": 64, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_hidden_layers": 2}
+MANY |= {"hidden_size": 64, "moe_intermediate_size": 96}
 FAMILIES = ("mixtral", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "lfm2_moe", "minimax_m2", "granitemoe", "qwen2_moe")
 
 
@@ -213,7 +217,6 @@ def test_the_worst_mismatch_falls_tenfold(tmp_path: Path, planted: str) -> None:
     sequences = routed(requests, answers(engine_of(sampler, dtype), requests))
     micro_batch = lay_end_to_end(sequences, {})
     free, replayed = (worst(policy, m) for m in (replace(micro_batch, routes=None), micro_batch))
-    print(planted, free, replayed)
     assert replayed < free / 10
 
 
@@ -279,3 +282,39 @@ def test_models_without_routes_are_refused_by_the_reason(tmp_path: Path) -> None
     assert refusal(config_of("olmo2")) == "has no experts"
     sparse_mixer = PhimoeConfig(hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_local_experts=4)
     assert refusal(sparse_mixer) == "has a router that does not take the experts of the highest scores"
+
+
+def test_loads_of_experts_add_up_over_micro_batches(tmp_path: Path) -> None:
+    policy, sequences = policy_from(save_qwen3_moe(tmp_path)), random_sequences(6)
+    whole = lay_end_to_end(sequences, {})
+    loads = policy(whole).expert_loads
+    assert loads is not None and loads.shape == (2, 5)
+    own = policy.own_routes(whole)[:-1][whole.loss_mask[1:]]  # of the rows that predict loss tokens
+    assert all(torch.equal(loads[layer], own[:, layer].flatten().bincount(minlength=5)) for layer in range(2))
+    parts = [policy(lay_end_to_end(part, {})).expert_loads for part in (sequences[:2], sequences[2:])]
+    assert torch.equal(parts[0] + parts[1], loads)
+    for is_peak, expected in ((True, loads.amax(1) * 5 / loads.sum(1)), (False, entropies(loads))):
+        metrics = [Balance(is_peak, 5, tuple(part.flatten().tolist())) for part in parts]
+        assert metrics[0].merge(metrics[1]).value() == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert math.isnan(Balance(True, 5, (0.0,) * 10).value())
+    assert Balance(False, 2, (3.0, 3.0)).value() == 1.0 and Balance(False, 2, (6.0, 0.0)).value() == 0.0
+
+
+def entropies(loads: Tensor) -> Tensor:
+    return torch.distributions.Categorical(loads).entropy() / math.log(loads.shape[1])
+
+
+def test_the_mismatch_is_reported_by_depth_of_context() -> None:
+    assert depths_of(1000) == depths_of(1024) == [] and depths_of(9000) == [0, 1024, 8192]
+    (micro_batch,) = [lay_end_to_end(random_sequences(2), {})]
+    places = torch.arange(len(micro_batch.token_ids)) * 300
+    micro_batch = replace(micro_batch, positions=places, old_logprobs=micro_batch.rollout_logprobs + places / 300)
+    micro_batch = replace(micro_batch, advantages=micro_batch.rewards.float())
+    objective = PolicyObjective(loss_config(), longest_tokens=9000)
+    logprobs = micro_batch.rollout_logprobs
+    elsewhere = objective(TokenLogprobs(logprobs, -logprobs), micro_batch).elsewhere
+    assert list(elsewhere) == [f"mismatch/mean_abs_nats_from_{start}" for start in (0, 1024, 8192)]
+    apart, trained = (micro_batch.old_logprobs - logprobs).abs(), micro_batch.loss_mask
+    for (values, where), start, end in zip(elsewhere.values(), (0, 1024, 8192), (1024, 8192, 2**40), strict=True):
+        inside = trained & (places >= start) & (places < end)
+        assert torch.equal(where, inside) and torch.equal(values[where], apart[inside])
