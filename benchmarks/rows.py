@@ -355,6 +355,25 @@ def tower(settings: Settings) -> Measurement:
     )
 
 
+def trees(settings: Settings) -> Measurement:
+    """Sequences that begin alike as a tree beside the same sequences in a row, in one process."""
+    command = ["python", "benchmarks/prefix_tree.py", "--repeats", str(max(3, settings.repeats)), "--threads", "1"]
+    output = run(command)
+    return Measurement(
+        unit="s",
+        spmdrl=output["cases"]["group"]["tree_s"],
+        peer=output["cases"]["group"]["row_s"],
+        peer_name="each sequence whole",
+        commands=[" ".join(command)],
+        outputs=[output],
+        notes=[
+            f"{case}: {found['computed_tokens']} of {found['tokens']} tokens in {found['ratio']:.2f} of the time and "
+            f"{found['peak_mib']['tree'] / found['peak_mib']['row']:.2f} of the memory"
+            for case, found in output["cases"].items()
+        ],
+    )
+
+
 def gated_delta(settings: Settings) -> Measurement:
     """A gated delta net on packed sequences beside a call of transformers' layer for each length."""
     options = ["--repeats", str(max(3, settings.repeats)), "--threads", "1"]
@@ -551,6 +570,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tower": Benchmark(about="a frozen tower in a step with groups of 8", goal=1 / 8, measure=tower),
     "gated-delta": Benchmark(
         about="gated delta net, lognormal lengths, forward and backward", goal=1 / 3, measure=gated_delta
+    ),
+    "prefix-tree": Benchmark(
+        about="16 responses of 64 tokens to a prompt of 512, forward and backward", goal=0.2, measure=trees
     ),
     "load-memory": Benchmark(
         about="anonymous memory while loading 1e9 parameters, 2 ranks", goal=1.0, measure=load_memory

@@ -1,4 +1,4 @@
-"""Attention by matrix products, for devices and packages without a kernel that caps scores or returns normalizers.
+"""Attention that returns its normalizers, and may cap scores: by torch's kernel for a CPU, or by matrix products.
 
 With a soft cap a score s becomes c tanh(s / c) before the softmax, as in Gemma 2. Queries are computed a block after
 the other, and backward computes scores again: what is stored is the result and the logarithm of each softmax's
@@ -49,6 +49,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Scores) -> tuple[Tensor, Tensor]
     return out, lse
 
 
+def _is_fused(q: Tensor, k: Tensor, of: Scores) -> bool:
+    """True where torch has a kernel for a CPU that returns normalizers."""
+    is_plain = of.softcap is None and of.window is None
+    return q.device.type == "cpu" and is_plain and (q.shape[2] == k.shape[2] or not of.is_causal)
+
+
 def cap_scores(scores: Tensor, softcap: float) -> Tensor:
     """Cap scores of attention, in place."""
     return scores.div_(softcap).tanh_().mul_(softcap)
@@ -93,6 +99,11 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, window: int | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     of = Scores(scale, softcap, window, is_causal)
+    if _is_fused(q, k, of):
+        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, scale=scale
+        )
+        return found
     out, lse = torch.empty_like(q), wide(q.new_empty(q.shape[:3]))
     for part in _parts(q, k, of):
         query = _grouped(q[:, :, part.queries], k.shape[1])
@@ -109,6 +120,11 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, of: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, for that of `out`; out and lse may be those of more keys than k."""
+    if _is_fused(q, k, of):
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, of.is_causal, scale=of.scale
+        )
+        return grads
     by_q, by_k, by_v = torch.empty_like(q), *(wide(torch.zeros_like(x)) for x in (k, v))
     for part in _parts(q, k, of):
         query, by_out, result, normalizer = (

@@ -88,6 +88,7 @@ PROGRAMS = {
         keys="spmdrl_s peer_s spmdrl_patches peer_patches features_mib ratio versions",
     ),
     "gated_delta.py": Program(options="--cases short --tokens 200 --repeats 1", keys="cases headline versions"),
+    "prefix_tree.py": Program(options="--size 1 --scale 4 --repeats 1", keys="cases size threads versions"),
     "start.py": Program(options="--repeats 1", keys="first_step_s floor_s import_s median_first_step_s load_average"),
     "bench.py": Program(options="engine-natural --repeats 1 --threads 1 --results {folder}/results"),
     "scale.py": Program(options="--ranks 8 --layouts fsdp --hidden-size 128", keys="commit machine rows"),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3Config
+from transformers import AutoConfig, Gemma3Config
 
-from spmdrl.algo.prefix_tree import BLOCK_TOKENS, block_hashes, prefix_tree, shared_tokens
+from spmdrl.algo.prefix_tree import BLOCK_TOKENS, block_hashes, compared_tokens, prefix_tree, shared_tokens
 from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
@@ -23,10 +23,11 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.routes import Routers
 from spmdrl.model.tree_attention import tree_attention, tree_problems
+from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.units import pack_over_places
 from spmdrl.types import MicroBatch, PrefixTree
-from tests.helpers import flash_on_cpu, models
+from tests.helpers import flash_on_cpu, models, vision_models
 from tests.helpers.configs import plan_for
 from tests.helpers.trees import sequences_of_trees
 
@@ -149,7 +150,8 @@ ONLY_FLOAT32 = {"qwen3_5", "nemotron_h", "lfm2", "falcon_h1", "gpt_oss", "deepse
 
 
 def policy_of(path: str, dtype: torch.dtype) -> Policy:
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="spmdrl", dtype=dtype).eval()
+    config = AutoConfig.from_pretrained(path)
+    model = model_class(config).from_pretrained(path, attn_implementation=attention_of(config), dtype=dtype).eval()
     replace_layers(model, operators_of("sdpa"))
     return Policy(model, kernel="sdpa", temperature=0.8, logits_chunk_tokens=64)
 
@@ -186,6 +188,28 @@ def test_a_model_gives_of_a_tree_what_it_gives_of_its_sequences(name: str, tmp_p
         for key, values in expected.items():
             apart = float((values - found[key]).norm() / values.norm().clamp(min=1e-3))
             assert apart <= bound, f"{name}, {key}: {apart:.1e} apart in {dtype}"
+
+
+def test_images_are_shared_where_their_pixels_are(tmp_path: Path) -> None:
+    path = vision_models.save_qwen3_vl(tmp_path)
+    shown = [vision_models.picture(path, number) for number in range(3)]
+    first = vision_models.sequence_with(path, *shown)
+    sequences = [
+        replace(first, index=index, token_ids=first.token_ids[:-7] + tuple(range(10 + index, 17 + index)))
+        for index in range(4)
+    ]
+    flat, tree = (lay_end_to_end(sequences, {}, shares_prefixes=shares) for shares in (False, True))
+    assert tree.tree is not None
+    policy = policy_of(path, torch.float32)
+    pixels = tuple(one.pixels for one in shown)
+    expected, found = (outcome(policy, replace(one, pixels=pixels)) for one in (flat, tree))
+    assert any(".visual." in name for name in expected)
+    for key, values in expected.items():
+        assert float((values - found[key]).norm() / values.norm().clamp(min=1e-3)) <= 1e-5, key
+    (image, *others) = first.images
+    other = replace(first, images=(replace(image, digest="0" * 32), *others))
+    (shared,) = {shared_tokens(*map(compared_tokens, pair)) for pair in [(first, other), (other, first)]}
+    assert shared <= image.start < shared_tokens(*map(compared_tokens, (first, sequences[1])))
 
 
 def test_routes_are_those_of_the_tokens_and_where_they_differ_so_do_tokens(tmp_path: Path) -> None:
