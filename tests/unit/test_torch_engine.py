@@ -320,6 +320,28 @@ def test_a_request_that_goes_on_reads_only_what_is_new(
         assert sum(read) < sum(read_plainly)
 
 
+def test_branches_follow_the_same_row_one_after_the_other(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model, 16)
+    read = count_read(engine, monkeypatch)
+    (first,) = requests(1, max_response_tokens=4, stop_token_ids=frozenset(), cache_on_finish=frozenset({"length"}))
+    done: dict[int, Response] = {}
+
+    def source() -> Iterator[Request | None]:
+        yield first
+        for branch in range(3):
+            while len(done) <= branch:
+                yield None
+            yield replace(first, prompt_ids=first.prompt_ids + done[0].token_ids + (3 + branch,))
+
+    for place, response in engine.generate(source()):
+        done[place] = response
+    assert sum(read) == len(first.prompt_ids) + 3 * 2, "the last token of the first response, and a branch's own"
+    for branch in range(3):
+        request = replace(first, prompt_ids=first.prompt_ids + done[0].token_ids + (3 + branch,))
+        expected = plain_logprobs(model, request, done[1 + branch])
+        torch.testing.assert_close(torch.tensor(done[1 + branch].logprobs), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("save", [save_gpt_oss, save_qwen3_moe, save_gemma3])
 def test_other_families_read_only_what_is_new(
     save: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -394,9 +416,11 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
         assert cache.make_room(row.contents.num_bytes)
         cache.store(row)
     asked = prefix(*range(2, 8))
-    assert [cache.take(asked) for _ in range(3)] == [rows[1], rows[3], None]  # the first had to go, the third is longer
-    assert cache.take(prefix(*range(2, 20), version=2)) is None
-    assert cache.take(prefix(*range(2, 20))) is None, "what older weights have read is kept"
+    assert cache.find(asked) is rows[1], "the first had to go, the third is longer"
+    assert cache.find(asked) is rows[1], "a branch finds it again"
+    assert cache.make_room(20 + 16 * 3) and cache.find(asked) is rows[3], "what was followed goes first"
+    assert cache.find(prefix(*range(2, 20), version=2)) is None
+    assert cache.find(prefix(*range(2, 20))) is None, "what older weights have read is kept"
 
 
 def test_the_planner_counts_what_the_cache_holds(model) -> None:

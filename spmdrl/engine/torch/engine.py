@@ -168,7 +168,7 @@ class TorchEngine(RolloutEngine):
         state = RequestState(index, request, self.version)
         self._adapter_refs.begin(state.version)
         self._refuse_other_frequencies(request)
-        state.cached = prefix_cache.take(state.prefix)
+        state.cached = prefix_cache.find(state.prefix)
         if state.cached is not None and changes_between(
             self.model.config, len(state.cached.prefix.token_ids), len(state.prefix.token_ids)
         ):

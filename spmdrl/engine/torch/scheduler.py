@@ -2,8 +2,8 @@
 
     RequestQueue -> waiting -> schedule() -> running -> postprocess() -> finished -> PrefixCache
 
-`running[i]` has row i. The row of a finished request may be stored in the prefix cache, for the next turn of its
-episode, which then prefills only the tokens that follow it.
+`running[i]` has row i. The row of a finished request may be stored in the prefix cache, for what follows in its episode,
+which then prefills only the tokens after it.
 """
 
 from __future__ import annotations
@@ -202,6 +202,9 @@ def admit(waiting: deque[RequestState], num_free: int) -> list[RequestState]:
 class PrefixCache:
     """The newest rows that fit into `max_bytes`; the prefix of an evicted one is prefilled again.
 
+    A row that a request has followed stays, because an episode may have branches, but is the first to be evicted: most
+    have no other.
+
     Its contents depend on the requests and on their order alone, so that a deterministic run repeats itself.
     """
 
@@ -222,8 +225,8 @@ class PrefixCache:
         self._rows.append(row)
         self._num_bytes += row.contents.num_bytes
 
-    def take(self, prefix: Prefix) -> CachedPrefix | None:
-        """Remove and return the row that has read most of a prefix; None where no row has read its beginning.
+    def find(self, prefix: Prefix) -> CachedPrefix | None:
+        """Return the row that has read most of a prefix; None where no row has read its beginning.
 
         Rows that other weights have read are evicted: no later request is for those weights.
         """
@@ -232,7 +235,8 @@ class PrefixCache:
         matching = (row for row in self._rows if row.prefix.begins(prefix))
         found = max(matching, key=lambda row: len(row.prefix.token_ids), default=None)
         if found is not None:
-            self._evict(found)
+            self._rows.remove(found)
+            self._rows.appendleft(found)
         return found
 
     def _evict(self, row: CachedPrefix) -> None:
