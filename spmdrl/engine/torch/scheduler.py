@@ -2,8 +2,8 @@
 
     RequestQueue -> waiting -> schedule() -> running -> postprocess() -> finished -> PrefixCache
 
-`running[i]` has row i. The row of a finished request may be stored in the prefix cache, for what follows in its episode,
-which then prefills only the tokens after it.
+`running[i]` has row i. The row of a finished request may be stored in the prefix cache, for what follows in its
+episode, which then prefills only the tokens after it.
 """
 
 from __future__ import annotations
