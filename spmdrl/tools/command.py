@@ -37,6 +37,7 @@ PROGRAMS = {
     "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
     "sync": Program("send a run's metrics to its trackers", "spmdrl.tools.runs", function="sync"),
     "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
+    "serve": Program("answer harnesses and agents with a model, over HTTP on this machine", "spmdrl.tools.serve"),
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
     "rescore": Program(

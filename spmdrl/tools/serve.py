@@ -1,0 +1,342 @@
+"""Serve a model or a run's exported model on this machine: chat completions, completions with log-probabilities,
+responses, and Anthropic's messages, so that evaluation harnesses and agents can ask it.
+
+It samples with the torch engine. There is no key: who reaches the port may use it, which by default is this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import queue
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from spmdrl.algo.seeds import mix
+from spmdrl.config import ModelConfig
+from spmdrl.config.base import Count
+from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer, stop_token_ids
+from spmdrl.data.turns import action_of, parse
+from spmdrl.dist.session import default_device_type
+from spmdrl.engine.protocol import RolloutEngine
+from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.envs.anthropic_forms import MessagesForm
+from spmdrl.envs.openai_forms import MODEL, CallError, CallForm, ChatForm, Reply, ResponsesForm
+from spmdrl.faults.text import Parser, say
+from spmdrl.model.attention import choose_kernel
+from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers
+from spmdrl.preflight.hub import PREFIX, model_folder
+from spmdrl.refit.refit import load_whole
+from spmdrl.tools.program import option, program
+from spmdrl.types import Request, Response, UserError
+
+MAX_BODY_BYTES = 16 * 2**20
+USUAL_TOKENS = 16  # of a completion that names no limit, as OpenAI's
+FORMS: Mapping[str, CallForm] = {
+    "/v1/chat/completions": ChatForm(),
+    "/v1/responses": ResponsesForm(),
+    "/v1/messages": MessagesForm(),
+}
+
+
+class Sampling:
+    """An engine in a thread of its own, which others ask for responses."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: queue.SimpleQueue[tuple[Request, Future[Response]] | None] = queue.SimpleQueue()
+        self._running: dict[int, Future[Response]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Future[Response]:
+        """Ask for a response; any thread may."""
+        future: Future[Response] = Future()
+        self._waiting.put((request, future))
+        self._engine.ask_soon()
+        return future
+
+    def close(self) -> None:
+        """End when what was asked for is answered."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for place, response in self._engine.generate(self._requests()):
+                self._running.pop(place).set_result(response)
+        except Exception as error:
+            for future in self._running.values():
+                future.set_exception(error)
+            raise
+
+    def _requests(self) -> Iterator[Request | None]:
+        for place in itertools.count():
+            while True:
+                try:
+                    given = self._waiting.get(block=not self._running)
+                    break
+                except queue.Empty:
+                    yield None
+            if given is None:
+                return
+            request, self._running[place] = given
+            yield request
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that answers calls."""
+
+    folder: str
+    tokenizer: Any
+    model: Any  # transformers' own, for the log-probabilities of given tokens
+    sampling: Sampling
+    stops: frozenset[int]
+    max_tokens: int  # of a prompt and its response
+    numbers: Iterator[int]  # of replies
+    scoring: threading.Lock
+
+    def answer(self, form: CallForm, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer a conversation. Raises CallError."""
+        call, number = form.read(body), next(self.numbers)
+        try:
+            prompt, _ = encode_prompt(
+                self.tokenizer, [*call.messages], system_prompt=None, chat_template="auto", tools=call.tools
+            )
+        except UserError as error:
+            raise CallError(str(error)) from error
+        response = self._sample(prompt, body, call.max_tokens or self.max_tokens - len(prompt), number)
+        action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
+        counted = replace(
+            call.cut(action),
+            is_cut=response.finish_reason == "length",
+            num_context_tokens=len(prompt),
+            num_tokens=len(response.token_ids),
+        )
+        return form.write(Reply(number=number, action=counted), body)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Continue texts or token ids. Raises CallError."""
+        number, used = next(self.numbers), [0, 0]
+        choices: list[dict[str, Any]] = []
+        if body.get("stream"):
+            raise CallError("stream = true is not supported for completions; leave it out")
+        limit, top, count = body.get("max_tokens", USUAL_TOKENS), body.get("logprobs"), body.get("n", 1)
+        whole = (limit, 0 if top is None else int(top), count)
+        if not all(isinstance(one, int) and one >= 0 for one in whole) or count < 1:
+            raise CallError("max_tokens, logprobs and n must be whole numbers, and n at least 1")
+        for prompt in self._prompts(body.get("prompt", "")):
+            for sample in range(count):
+                response = self._sample(prompt, body, limit, mix(number, sample)) if limit else None
+                choices.append(self._choice(prompt, response, body, place=len(choices)))
+                used = [used[0] + len(prompt), used[1] + (len(response.token_ids) if response else 0)]
+        return {
+            "id": f"cmpl-{number}",
+            "object": "text_completion",
+            "created": 0,
+            "model": str(body.get("model") or MODEL),
+            "choices": choices,
+            "usage": {"prompt_tokens": used[0], "completion_tokens": used[1], "total_tokens": sum(used)},
+        }
+
+    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
+        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        found = []
+        for one in several:
+            if isinstance(one, str):
+                ids = encode_text(self.tokenizer, one)
+            elif isinstance(one, list) and all(isinstance(token, int) and token >= 0 for token in one):
+                ids = tuple(one)
+            else:
+                raise CallError("prompt must be a text, token ids, or a list of these")
+            if not ids or max(ids) >= self.model.config.get_text_config().vocab_size:
+                raise CallError("a prompt has no token, or one that the model does not know")
+            found.append(ids)
+        return found
+
+    def _sample(self, prompt: tuple[int, ...], body: Mapping[str, Any], limit: int, number: int) -> Response:
+        temperature, top_p, seed = body.get("temperature"), body.get("top_p"), body.get("seed")
+        temperature, top_p = 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
+        if not (isinstance(temperature, int | float) and 0 <= temperature <= 1000):
+            raise CallError(f"temperature must be a number from 0 to 1000, not {temperature!r}")
+        if not (isinstance(top_p, int | float) and 0 < top_p <= 1):
+            raise CallError(f"top_p must be above 0 and at most 1, not {top_p!r}")
+        if len(prompt) + limit > self.max_tokens or limit < 1:
+            raise CallError(
+                f"a prompt of {len(prompt)} tokens and a response of {limit} do not fit into the model's "
+                f"{self.max_tokens}"
+            )
+        request = Request(
+            prompt_ids=prompt,
+            seed=mix(seed if isinstance(seed, int) else 0, number),
+            max_response_tokens=limit,
+            temperature=float(temperature),
+            top_p=float(top_p),
+            stop_token_ids=self.stops,
+        )
+        return self.sampling.submit(request).result()
+
+    def _choice(
+        self, prompt: tuple[int, ...], response: Response | None, body: Mapping[str, Any], *, place: int
+    ) -> dict[str, Any]:
+        sampled = () if response is None else response.token_ids
+        ended = bool(sampled) and sampled[-1] in self.stops
+        text = self._text(sampled[:-1] if ended else sampled)
+        stop = body.get("stop") or []
+        for mark in [stop] if isinstance(stop, str) else stop:
+            text = text.partition(mark)[0] if mark else text
+        echoes = bool(body.get("echo"))
+        logprobs = None
+        if body.get("logprobs") is not None:
+            scored = self._scores((*prompt, *sampled), int(body["logprobs"]))
+            logprobs = {name: values[0 if echoes else len(prompt) :] for name, values in scored.items()}
+        return {
+            "index": place,
+            "text": (self._text(prompt) if echoes else "") + text,
+            "finish_reason": "length" if response is None else response.finish_reason,
+            "logprobs": logprobs,
+        }
+
+    @torch.no_grad()
+    def _scores(self, token_ids: tuple[int, ...], top: int) -> dict[str, list[Any]]:
+        """The log-probability of each token given those before it, and of the most probable ones in its place."""
+        with self.scoring:
+            logits = self.model(torch.tensor([token_ids], device=self.model.device)).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).cpu()
+        own = logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+        best = [None]
+        if top:
+            values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+            for of_place, at_place in zip(values.tolist(), ids.tolist(), strict=True):
+                best.append({self._text((one,)): value for value, one in zip(of_place, at_place, strict=True)})  # type: ignore[arg-type]
+        tokens = [self._text((token,)) for token in token_ids]
+        offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
+        tops = best if top else [None] * len(token_ids)
+        return {"tokens": tokens, "token_logprobs": [None, *own], "top_logprobs": tops, "text_offset": offsets}
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, served: Served, *others: Any) -> None:
+        self._served = served
+        super().__init__(*others)
+
+    def do_GET(self) -> None:
+        """Name the model."""
+        if self.path == "/v1/models":
+            self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "spmdrl"}]})
+        else:
+            self._refuse(404, f"there is no {self.path}")
+
+    def do_POST(self) -> None:
+        """Answer a call."""
+        try:
+            size = int(self.headers.get("Content-Length", ""))
+            if not 0 <= size <= MAX_BODY_BYTES:
+                raise CallError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+            body = json.loads(self.rfile.read(size))
+            if not isinstance(body, dict):
+                raise CallError("the body is no JSON object")
+            if self.path == "/v1/completions":
+                self._send(200, self._served.complete(body))
+            elif (form := FORMS.get(self.path)) is not None:
+                answer = self._served.answer(form, body)
+                self._stream(form.events(answer, body)) if body.get("stream") else self._send(200, answer)
+            else:
+                self._refuse(404, f"there is no {self.path}; there are /v1/completions, {', '.join(FORMS)}")
+        except (CallError, ValueError, RecursionError) as error:
+            self._refuse(400, str(error))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of each request."""
+
+    def _refuse(self, status: int, message: str) -> None:
+        self.close_connection = True  # the body may not have been read
+        self._send(status, {"error": {"message": message, "type": "invalid_request_error", "code": None}})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        self._write(status, "application/json", json.dumps(body).encode())
+
+    def _stream(self, events: Sequence[tuple[str | None, dict[str, Any]]]) -> None:
+        parts = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in events]
+        end = "" if events[-1][0] else "data: [DONE]\n\n"
+        self._write(200, "text/event-stream", ("".join(parts) + end).encode())
+
+    def _write(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def open_served(path: str, *, max_running: int) -> Served:
+    """Load a model directory, or a run's exported model, into an engine. Raises UserError."""
+    exported = Path(path, "hf")
+    if Path(path, "config.toml").is_file() and not exported.joinpath("config.json").is_file():
+        raise UserError(f"{path}/hf holds no exported model; `spmdrl export {path}` writes one from a checkpoint")
+    folder = str(exported) if exported.joinpath("config.json").is_file() else path
+    folder = model_folder(folder, False) if folder.startswith(PREFIX) else folder
+    cfg, device = ModelConfig(path=folder), torch.device(default_device_type())
+    tokenizer, dtype = load_tokenizer(folder), compute_dtype(cfg.compute_dtype, device.type)
+    model = load_plain(cfg, dtype).to(device).eval()
+    kernel = choose_kernel(cfg.attention, device.type, dtype)
+    engine = TorchEngine(model.config, device=device, dtype=dtype, kernel=kernel, max_running=max_running)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")  # for one text at a time
+    return Served(
+        folder=folder,
+        tokenizer=tokenizer,
+        model=model,
+        sampling=Sampling(engine),
+        stops=stop_token_ids(tokenizer, folder),
+        max_tokens=model.config.get_text_config().max_position_embeddings,
+        numbers=itertools.count(),
+        scoring=threading.Lock(),
+    )
+
+
+@program("cannot serve")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("model", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one; default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
+    parser.add_argument("--max-running", type=option(Count), default=32, help="default: %(default)s")
+    given = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    served = open_served(given.model, max_running=given.max_running)
+    try:
+        server = ThreadingHTTPServer((given.host, given.port), functools.partial(Handler, served))
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{given.host}:{given.port} cannot be listened on ({reason}); choose another --port") from error
+    with server:
+        say(f"serving {served.folder} at http://{given.host}:{server.server_address[1]}/v1, Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ended")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`spmdrl serve` answers in the forms of clients, with the tokens and log-probabilities of the model itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.envs.anthropic_forms import MessagesForm
+from spmdrl.envs.openai_forms import CallError
+from spmdrl.tools.serve import Handler, main, open_served
+from spmdrl.tools.tiny_model import save_tiny_model
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+TEXT = "12 + 30 ="
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served")
+    save_tiny_model(path, num_layers=2)
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    served = open_served(str(folder), max_running=8)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, served))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    served.sampling.close()
+
+
+@pytest.fixture
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_completions_are_the_models_own_with_its_logprobs(folder: Path, client: OpenAI) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids
+    greedy = model.generate(ids, max_new_tokens=6, do_sample=False)[0]
+    found = client.completions.create(
+        model="policy", prompt=TEXT, max_tokens=6, temperature=0, logprobs=2, echo=True
+    ).choices[0]
+    with torch.no_grad():
+        logprobs = model(greedy[None]).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, greedy[1:, None])[:, 0].tolist()
+    assert found.logprobs is not None and found.logprobs.token_logprobs is not None
+    assert found.logprobs.token_logprobs[0] is None
+    assert found.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
+    # A harness calls a token greedy where its own number is the largest.
+    best = found.logprobs.top_logprobs or []
+    greedy_places = range(len(ids[0]), len(greedy))
+    assert all(found.logprobs.token_logprobs[place] == max(best[place].values()) for place in greedy_places)
+    assert found.text.startswith(TEXT)
+    given = client.completions.create(model="policy", prompt=ids[0].tolist(), max_tokens=0, logprobs=1, echo=True)
+    assert given.choices[0].logprobs is not None
+    assert (given.choices[0].logprobs.token_logprobs or [])[1:] == pytest.approx(expected[: len(ids[0]) - 1], abs=1e-5)
+
+
+def test_seeds_repeat_and_requests_run_together(client: OpenAI) -> None:
+    def sampled(seed: int) -> str:
+        made = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": TEXT}], max_tokens=12, seed=seed, temperature=1.0
+        )
+        assert made.usage is not None and made.usage.completion_tokens <= 12
+        return made.choices[0].message.content or ""
+
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(sampled, range(6)))
+    assert len(set(texts)) > 1
+    several = client.completions.create(model="policy", prompt=[TEXT, "1"], max_tokens=3, n=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+
+
+def test_other_forms_say_the_same_greedy_answer(url: str, client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+    chat = client.chat.completions.create(model="m", messages=messages, max_tokens=5, temperature=0).choices[0]
+    text = chat.message.content
+    response = client.responses.create(model="m", input=TEXT, max_output_tokens=5, temperature=0)
+    assert response.output_text == text
+    body = {"model": "m", "max_tokens": 5, "temperature": 0, "messages": messages}
+    status, answer = post(url, "/v1/messages", body)
+    message = json.loads(answer)
+    assert (status, message["content"], message["stop_reason"]) == (200, [{"type": "text", "text": text}], "max_tokens")
+    _, streamed = post(url, "/v1/messages", body | {"stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events][::5] == ["message_start", "message_stop"]
+    assert events[2]["delta"]["text"] == text
+    parts = client.chat.completions.create(model="m", messages=messages, max_tokens=5, temperature=0, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 10**6}, "do not fit into the model's"),
+        ("/v1/completions", {"prompt": ""}, "a prompt has no token"),
+        ("/v1/completions", {"prompt": [10**6]}, "one that the model does not know"),
+        ("/v1/completions", {"prompt": TEXT, "temperature": -1}, "temperature must be a number from 0 to 1000"),
+        ("/v1/completions", {"prompt": TEXT, "stream": True}, "stream = true is not supported for completions"),
+        ("/v1/chat/completions", {"messages": []}, "the conversation has no message"),
+        ("/v1/messages", {"messages": [{"role": "system", "content": "x"}]}, "one of the roles user, assistant"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_a_sentence(url: str, path: str, body: dict[str, Any], said: str) -> None:
+    status, answer = post(url, path, body)
+    assert status == 400 and said in json.loads(answer)["error"]["message"]
+
+
+def test_clients_read_the_refusal(client: OpenAI, url: str) -> None:
+    with pytest.raises(BadRequestError, match="logprobs"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
+    assert [one.id for one in client.models.list()] == ["policy"]
+    assert post(url, "/v1/embeddings", {})[0] == 404
+
+
+def test_messages_carry_tools_and_their_results() -> None:
+    call = MessagesForm().read(
+        {
+            "system": "s",
+            "max_tokens": 9,
+            "tools": [{"name": "add", "description": "d", "input_schema": {"type": "object"}}],
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "add", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": "3"}]},
+            ],
+        }
+    )
+    assert [message["role"] for message in call.messages] == ["system", "user", "assistant", "tool"]
+    assert call.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert call.messages[3] == {"role": "tool", "content": "3", "name": "add"}
+    assert call.tools[0]["function"]["parameters"] == {"type": "object"}
+    with pytest.raises(CallError, match="an input_schema"):
+        MessagesForm().read({"messages": [{"role": "user", "content": "q"}], "tools": [{"name": "x"}]})
+
+
+def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("")
+    assert main([str(tmp_path)]) == 2
+    assert "holds no exported model" in capsys.readouterr().err
