@@ -300,8 +300,9 @@ class Rollout:
 
     @property
     def environment_reward(self) -> float:
-        """The sum of what the environment gave for each turn."""
-        return sum(turn.observation.reward for turn in self.turns if turn.observation is not None)
+        """The sum of what the environment gave for each turn and to each role."""
+        answers = [turn.observation for turn in self.turns if turn.observation is not None]
+        return sum(answer.reward + sum(answer.role_rewards.values()) for answer in answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +339,7 @@ class TurnSpan:
     end: int  # the first token after them; equal to start where nothing was sampled
     reward: float = 0.0  # what the environment gave for it, as it counts in the rollout's reward
     state: int = 0  # 52-bit hash of what the policy read before it; equal states of a prompt group can be compared
+    role: int = 0  # 52-bit hash of the role in which the policy acted; 0 without one
 
 
 NO_TEACHER = -1  # of a sequence that is not distilled

@@ -145,6 +145,25 @@ def gigpo(
     return grpo(rewards, divide_by_std=divide_by_std).flatten()[turn_rollouts] + step_weight * of_steps
 
 
+def grpo_by_role(
+    rewards: Tensor, *, turn_rewards: Tensor, turn_rollouts: Tensor, turn_roles: Tensor, divide_by_std: bool
+) -> Tensor:
+    """`grpo` of what each role has earned, compared with that role in the group's other rollouts, for each turn, [N].
+
+    A role's reward in a rollout is the sum of turn_rewards [N] over its turns there, and the rest of the rollout's
+    reward, of rewards [P, G], which all roles share. A role that only one rollout of the group has gets 0. The baseline
+    of a role is that of SPIRAL, arXiv:2506.24119, over the group instead of a moving average.
+
+    turn_rollouts [N] int64 are places in the flat rewards; turn_roles [N] int64 are equal where roles are.
+    """
+    rest = rewards.flatten().index_add(0, turn_rollouts, -turn_rewards)
+    acting, of_turns = torch.stack([turn_rollouts, turn_roles], dim=1).unique(dim=0, return_inverse=True)
+    rollouts, roles = acting.unbind(1)
+    earned = rest[rollouts].index_add(0, of_turns, turn_rewards)
+    groups = torch.stack([rollouts // rewards.shape[1], roles], dim=1)
+    return _within(groups, earned, divide_by_std=divide_by_std)[of_turns]
+
+
 def _within(groups: Tensor, values: Tensor, *, divide_by_std: bool) -> Tensor:
     """`grpo` of values [N] within sets of any size: those with the same row of groups, [N, k]. Alone: 0."""
     _, group, sizes = groups.unique(dim=0, return_inverse=True, return_counts=True)
@@ -333,6 +352,15 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2505.10978",
         when="Episodes of many turns (`[environment]`) whose rollouts meet the same states again.",
         settings={"discount": 0.95, "step_weight": 1.0, "divide_by_std": True},
+    ),
+    "grpo_by_role": Estimator(
+        function=grpo_by_role,
+        text="`grpo` of each role's reward among the group's rollouts, on its turns: what these earned, and what no "
+        "turn did",
+        source="arXiv:2506.24119",
+        when="Episodes in which the policy plays several roles (`[environment]`), such as two players or an agent and "
+        "those that it asks.",
+        settings={"divide_by_std": True},
     ),
 }
 # What is known of a function of the user's before it is loaded.

@@ -40,8 +40,8 @@ class Estimator(Formula):
 
     @property
     def per_turn(self) -> bool:
-        """True for an estimator of turns, which takes their states."""
-        return "turn_states" in self.needs
+        """True for an estimator of turns, which takes their rollouts."""
+        return "turn_rollouts" in self.needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,12 @@ class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `max_rl` (rewards of 0 or more),
     `gdpo` (of several terms), `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`,
-    `gigpo` (of episodes) or `none` (rewards are measured, and not trained on), see `docs/algorithms.md`; or a function
-    of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
+    `gigpo` and `grpo_by_role` (of episodes) or `none` (rewards are measured, and not trained on), see
+    `docs/algorithms.md`; or a function of yours, `package.module:function` or `path/file.py:function`, see
+    `docs/extending.md`."""
     divide_by_std: bool | None = None
-    """`grpo` and `gigpo` only: divide by the group's standard deviation. Unset: true; `false` is Dr.GRPO."""
+    """`grpo`, `gigpo` and `grpo_by_role` only: divide by the group's standard deviation. Unset: true; `false` is
+    Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Discount of a later reward: `reinforce_plus_plus` and `gae` for each token before it, unset 1; `gigpo` for each
     turn before it, unset 0.95."""
@@ -82,6 +84,11 @@ class AdvantageConfig(Section):
     def compares_with_greedy(self) -> bool:
         """True when each prompt group has one more response, sampled greedily and not trained on."""
         return "greedy_rewards" in self.formula.needs
+
+    @property
+    def compares_roles(self) -> bool:
+        """True when the turns of a role are compared with those of the same role."""
+        return "turn_roles" in self.formula.needs
 
     @property
     def whitens(self) -> bool:

@@ -50,6 +50,8 @@ class AgentRun:
         self._branches = Branches()
         self._num_replies = 0
         self._reward = 0.0  # since the last observation
+        self._role_rewards: dict[str, float] = {}  # since then
+        self._roles: set[str | None] = set()  # in which the policy has answered
         self._metrics: dict[str, float] = {}
         self._num_malformed = 0
         self._failure: EnvironmentFailure | None = None  # all answers from then on
@@ -101,11 +103,18 @@ class AgentRun:
         """Count a call that cannot be answered."""
         self._num_malformed += 1
 
-    def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add to the reward of the last response. Raises ValueError for what is no number within bounds."""
-        total = bounded("the reward", bounded("the reward", reward) + self._reward)
+    def add_reward(self, reward: float, metrics: Mapping[str, float], role: str | None = None) -> None:
+        """Add to the reward of the last response, or of the last one in a role. Raises ValueError for what is no number
+        within bounds, and for a role in which the policy has not answered."""
+        if role is not None and role not in self._roles:
+            raise ValueError(f"the role is {role!r}, in which the policy has not answered")
+        before = self._reward if role is None else self._role_rewards.get(role, 0.0)
+        total = bounded("the reward", bounded("the reward", reward) + before)
         self._metrics = numbers_of({**self._metrics, **metrics})
-        self._reward = total
+        if role is None:
+            self._reward = total
+        else:
+            self._role_rewards[role] = total
 
     async def _start_command(self) -> None:
         """Start the command. Raises OSError or ValueError."""
@@ -145,6 +154,8 @@ class AgentRun:
             messages=tuple(self._cut(message) for message in place.messages),
             # A reward before the first response has none to belong to; the first step takes it.
             reward=0.0 if action is None else self._take_reward(),
+            role=call.role,
+            role_rewards=self._take_role_rewards(),
             branch=place.branch,
             tools=call.tools,
             max_tokens=call.max_tokens,
@@ -155,6 +166,7 @@ class AgentRun:
         call, waiting = self._open_call
         reply = Reply(number=self._num_replies, action=call.cut(action))
         self._branches.add(reply.action)
+        self._roles.add(call.role)
         self._num_replies += 1
         self._open_call = None
         while waiting.done() and not self._calls.empty():  # the agent has hung up, perhaps to call again
@@ -193,7 +205,7 @@ class AgentRun:
             return _failure(f"the agent ended with exit code {code}{last}", printed)
         if is_reset:
             return _failure("the agent ended without a call of the policy", printed)
-        ended = self._agent.names.known(Observation(reward=self._take_reward(), done=True, metrics=self._metrics))
+        ended = self._agent.names.known(self._last_observation())
         return dataclasses.replace(ended, metrics={**ended.metrics, **self._counts()})
 
     def _counts(self) -> dict[str, float]:
@@ -201,6 +213,14 @@ class AgentRun:
         endpoint = self._agent.endpoint
         refused, endpoint.num_refused = endpoint.num_refused, 0
         return {"malformed_calls": self._num_malformed, "refused_calls": refused}
+
+    def _last_observation(self) -> Observation:
+        reward, role_rewards = self._take_reward(), self._take_role_rewards()
+        return Observation(reward=reward, role_rewards=role_rewards, done=True, metrics=self._metrics)
+
+    def _take_role_rewards(self) -> dict[str, float]:
+        rewards, self._role_rewards = self._role_rewards, {}
+        return rewards
 
     def _take_reward(self) -> float:
         reward, self._reward = self._reward, 0.0

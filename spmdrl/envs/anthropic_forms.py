@@ -24,7 +24,9 @@ class MessagesForm:
             if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
                 raise CallError("a message must have one of the roles user, assistant")
             messages += _messages_of(message["role"], message.get("content"), names)
-        return make_call(messages, [_tool(tool) for tool in tools], body.get("max_tokens"), stops=stops)
+        return make_call(
+            messages, [_tool(tool) for tool in tools], body.get("max_tokens"), model=body.get("model"), stops=stops
+        )
 
     def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the response to a request."""

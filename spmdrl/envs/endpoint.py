@@ -47,8 +47,9 @@ class Desk(Protocol):
     def refuse(self) -> None:
         """Count a call that cannot be answered."""
 
-    def add_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """Add to the reward of the last response. Raises ValueError for what is no number within bounds."""
+    def add_reward(self, reward: float, metrics: Mapping[str, float], role: str | None = None) -> None:
+        """Add to the reward of the last response, or of the last one in a role. Raises ValueError for what is no number
+        within bounds, and for a role in which the policy has not answered."""
 
 
 class EpisodeEnded(Exception):
@@ -255,14 +256,21 @@ class Endpoint:
     async def _reward(self, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
         match await _body(request):
             case {"reward": int() | float() as reward, **others}:
-                metrics = others.get("metrics") or {}
-                if isinstance(metrics, dict) and all(map(_is_number, [reward, *metrics.values()])):
+                metrics, role = others.get("metrics") or {}, others.get("role")
+                if (
+                    isinstance(metrics, dict)
+                    and isinstance(role, str | None)
+                    and all(map(_is_number, [reward, *metrics.values()]))
+                ):
                     try:
-                        desk.add_reward(reward, metrics)
+                        desk.add_reward(reward, metrics, role)
                     except ValueError as error:
                         raise _Refusal(400, str(error)) from error
                     return web.json_response({})
-        raise _Refusal(400, 'the body must be {"reward": NUMBER, "metrics": {NAME: NUMBER}}; metrics can be left out')
+        raise _Refusal(
+            400,
+            'the body must be {"reward": NUMBER, "metrics": {NAME: NUMBER}, "role": NAME}; the last two are optional',
+        )
 
     async def _call(self, desk: Desk, request: web.BaseRequest) -> web.StreamResponse:
         form = _FORMS[request.path]

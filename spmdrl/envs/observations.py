@@ -89,7 +89,7 @@ def _as_png(picture: Any) -> bytes:
     return file.getvalue()
 
 
-_KEYS = {"messages", "images", "reward", "done", "metrics", "tool_errors", "state"}
+_KEYS = {"messages", "images", "reward", "done", "metrics", "tool_errors", "state", "role", "role_rewards"}
 MAX_IMAGES_BYTES = 16 * 2**20  # of the files of one observation's images
 MAX_METRICS = 100  # of one step
 _MAX_NAME_CHARACTERS = 100
@@ -128,6 +128,8 @@ def to_json(observation: Any, max_characters: int) -> dict[str, Any]:
         "metrics": numbers_of(observation.metrics),
         "tool_errors": observation.tool_errors,
         "state": None if observation.state is None else _valid_text(observation.state),
+        "role": observation.role,
+        "role_rewards": numbers_of(observation.role_rewards, "role"),
     }
     from_json(written, max_characters)
     return written
@@ -137,18 +139,20 @@ def from_json(content: Any, max_characters: int) -> Observation:
     """Read an observation, which a process may have made up. Raises ValueError if it is none, or too large."""
     if not isinstance(content, dict) or content.keys() != _KEYS:
         raise ValueError("the observation has not the form of one")
-    messages, metrics = content["messages"], content["metrics"]
-    if not isinstance(messages, list) or not isinstance(metrics, dict):
-        raise ValueError("messages must be a list and metrics a mapping")
+    messages, metrics, role_rewards = content["messages"], content["metrics"], content["role_rewards"]
+    if not isinstance(messages, list) or not isinstance(metrics, dict) or not isinstance(role_rewards, dict):
+        raise ValueError("messages must be a list, and metrics and role_rewards mappings")
     for message in messages:
         _require_message(message)
         _require_places(message)
     images = _images(content["images"], num_places=sum(map(num_images, messages)))
-    for name, kinds in (("done", bool), ("state", str | None), ("tool_errors", int)):
+    for name, kinds in (("done", bool), ("state", str | None), ("role", str | None), ("tool_errors", int)):
         if not isinstance(content[name], kinds):
             raise ValueError(f"{name} is {shown(content[name])}")
     if not 0 <= content["tool_errors"] <= _MAX_TOOL_ERRORS:
         raise ValueError(f"tool_errors is {reprlib.repr(content['tool_errors'])}")
+    if content["role"] is not None:
+        numbers_of({content["role"]: 0.0}, "role")
     _require_text({name: value for name, value in content.items() if name != "images"}, max_characters)
     return Observation(
         messages=tuple(messages),
@@ -158,6 +162,8 @@ def from_json(content: Any, max_characters: int) -> Observation:
         metrics=numbers_of(metrics),
         tool_errors=int(content["tool_errors"]),
         state=content["state"],
+        role=content["role"],
+        role_rewards=numbers_of(role_rewards, "role"),
     )
 
 
@@ -214,16 +220,17 @@ def _number(what: str, value: Any) -> float:
     return bounded(what, value)
 
 
-def numbers_of(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """Check metrics, which get a place among the run's own. Raises ValueError, naming what is wrong."""
+def numbers_of(metrics: Mapping[Any, Any], what: str = "metric") -> dict[str, float]:
+    """Check metrics, which get a place among the run's own, or what else has names. Raises ValueError, naming what is
+    wrong."""
     if len(metrics) > MAX_METRICS:
-        raise ValueError(f"there are {len(metrics)} metrics, more than {MAX_METRICS}")
+        raise ValueError(f"there are {len(metrics)} {what}s, more than {MAX_METRICS}")
     for name in metrics:
         if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
             raise ValueError(
-                f"a metric's name is {shown(name)} and not printable text of at most {_MAX_NAME_CHARACTERS} characters"
+                f"a {what}'s name is {shown(name)} and not printable text of at most {_MAX_NAME_CHARACTERS} characters"
             )
-    return {name: _number(f"the metric {name}", value) for name, value in metrics.items()}
+    return {name: _number(f"the {what} {name}", value) for name, value in metrics.items()}
 
 
 def _cut(content: Content, max_characters: int) -> tuple[Content, int]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from spmdrl.config.strict import MAX_DEPTH, depth
 from spmdrl.conversation import Action, Message
+from spmdrl.envs.observations import numbers_of
 
 MODEL = "policy"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -28,6 +29,7 @@ class Call:
     tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
     max_tokens: int | None
     stops: tuple[str, ...] = ()  # texts that end what the agent reads; the policy has sampled on
+    role: str | None = None  # in which the policy answers, as the model's name says
 
     def cut(self, action: Action) -> Action:
         """Return the action as this call wants to read it: without the first stop and what follows it."""
@@ -61,7 +63,12 @@ class CallForm(Protocol):
 
 
 def make_call(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]], max_tokens: Any, *, stops: Sequence[Any] = ()
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    max_tokens: Any,
+    *,
+    model: Any,
+    stops: Sequence[Any] = (),
 ) -> Call:
     """Put a call together. Raises CallError when the policy cannot answer such a one."""
     if not messages:
@@ -75,7 +82,21 @@ def make_call(
         raise CallError("two tools have the same name")
     if not all(isinstance(stop, str) for stop in stops):
         raise CallError("stop must be a text or a list of texts")
-    return Call(messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stops=tuple(stops))
+    return Call(
+        messages=tuple(messages), tools=tuple(tools), max_tokens=max_tokens, stops=tuple(stops), role=_role_of(model)
+    )
+
+
+def _role_of(model: Any) -> str | None:
+    """Return the role in a model's name, `policy/ROLE`; None in another. Raises CallError for a role without a name."""
+    kind, slash, role = model.partition("/") if isinstance(model, str) else ("", "", "")
+    if kind != MODEL or not slash:
+        return None
+    try:
+        numbers_of({role: 0.0}, "role")
+    except ValueError as error:
+        raise CallError(f'model = "{MODEL}/ROLE" names the role of the policy, but {error}') from error
+    return role
 
 
 def refuse_settings(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
@@ -157,7 +178,13 @@ class ChatForm:
         match body.get("messages"), body.get("tools") or [], [stop] if isinstance(stop, str) else stop:
             case list(messages), list(tools), list(stops):
                 limit = body.get("max_completion_tokens") or body.get("max_tokens")
-                return make_call(_chat_messages(messages), [_chat_tool(tool) for tool in tools], limit, stops=stops)
+                return make_call(
+                    _chat_messages(messages),
+                    [_chat_tool(tool) for tool in tools],
+                    limit,
+                    model=body.get("model"),
+                    stops=stops,
+                )
         raise CallError("messages must be a list, and tools and stop too where there are any")
 
     def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +292,9 @@ class ResponsesForm:
         instructions = body.get("instructions")
         system = [{"role": "system", "content": text_of(instructions)}] if instructions else []
         messages = [*system, *_responses_messages(items)]
-        return make_call(messages, [_responses_tool(tool) for tool in tools], body.get("max_output_tokens"))
+        return make_call(
+            messages, [_responses_tool(tool) for tool in tools], body.get("max_output_tokens"), model=body.get("model")
+        )
 
     def write(self, reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of the response to a request."""

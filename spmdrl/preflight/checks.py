@@ -77,6 +77,12 @@ def environment_problems(
             "that no chat template has rendered; put a chat_template.jinja into model.path, or remove "
             "[environment.context]"
         )
+    if cfg.advantage.compares_roles and greeting.role is None:
+        yield (
+            f'advantage.estimator = "{cfg.advantage.estimator}" compares each role with its own, but what the '
+            "environment says first names none; let it return Observation(role=...), or an agent call the model "
+            "policy/NAME"
+        )
     roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
     tools = environment.tools if greeting.tools is None else greeting.tools
     answers = {"tool" if tools else "user"}

@@ -56,6 +56,13 @@ def num_to_leave_out(turns: Sequence[Turn], context: ContextConfig) -> int:
     return max(0, sum(not turn.is_summary for turn in turns) - context.keep_turns)
 
 
+def is_due(context: ContextConfig, turns: Sequence[Turn], num_left_out: int, num_tokens: int) -> bool:
+    """True when a conversation with this number of tokens after its prompt is to be rewritten, and there is something
+    to leave out."""
+    is_long = context.max_tokens is None or num_tokens > context.max_tokens
+    return is_long and num_to_leave_out(turns, context) > num_left_out
+
+
 def _summary(turns: Sequence[Turn]) -> str:
     """Return the text of the last summary."""
     *_, last = (turn.action.text for turn in turns if turn.is_summary and turn.action is not None)

@@ -41,6 +41,7 @@ def open_env_context(
         ),
         run_seed=cfg.run.seed,
         images=images,
+        needs_roles=cfg.advantage.compares_roles,
     )
 
 

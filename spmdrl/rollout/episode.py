@@ -29,7 +29,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.envs.client import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.context import asked, conversation, num_to_leave_out, without_thinking
+from spmdrl.rollout.context import asked, conversation, is_due, num_to_leave_out, without_thinking
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (
     EpisodeEnd,
@@ -101,6 +101,7 @@ class EnvContext:
     action_of: Callable[[tuple[int, ...]], Action]  # reads a response
     run_seed: int
     images: ImageIntake = NO_IMAGES  # what becomes of images that environments show
+    needs_roles: bool = False  # observations must name the role in which the policy acts
 
     def open(self, episode: Episode) -> OpenEpisode:
         """Open the episode's environment; it replays what the episode has seen of it first."""
@@ -334,8 +335,10 @@ class Episode:
         )
 
     def _on_reset(self, greeting: Observation) -> None:
-        self.greeting = greeting
-        if greeting.done:
+        reason, self.greeting = self._wrong_roles(greeting), greeting
+        if reason is not None:
+            self._fail(EnvironmentFailure(kind="error", reason=reason))
+        elif greeting.done:
             self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
         elif greeting.branch is not None:
             self._branch(greeting.branch, greeting)
@@ -351,7 +354,19 @@ class Episode:
             return self.prompt.token_ids + self.env_context.encoder.appended(greeting.messages, after=()), ()
         return self._render(self._opening())
 
+    def _wrong_roles(self, observation: Observation) -> str | None:
+        """Return what is wrong about the roles that a new observation names."""
+        assert self.env_context is not None
+        if strange := sorted(observation.role_rewards.keys() - {one.role for one in self._observations}):
+            return f"role_rewards has the role {strange[0]!r}, in which the policy has not acted"
+        if self.env_context.needs_roles and observation.role is None and not observation.done:
+            return "an observation has no role, and advantage.estimator compares each role with its own; name it"
+        return None
+
     def _on_step(self, observation: Observation) -> None:
+        if (reason := self._wrong_roles(observation)) is not None:
+            self._fail(EnvironmentFailure(kind="error", reason=reason))
+            return
         self._finish_turn(self._action, observation)
         if (end := self._end_after(observation)) is not None:
             self._finish(end)
@@ -378,7 +393,8 @@ class Episode:
             self._begin_turn(*self._encode_observation(observation))
             return
         rendered, images = self._conversation()
-        if self._is_too_long(len(rendered)):
+        num_tokens, context = len(rendered) - len(self.prompt.token_ids), self._context
+        if context is not None and is_due(context, self.turns, self.num_left_out, num_tokens):
             self._shorten(len(rendered))
         else:
             self._read(rendered, images)
@@ -395,13 +411,6 @@ class Episode:
     @property
     def _context(self) -> ContextConfig | None:
         return self.env_context.cfg.context if self.env_context is not None else None
-
-    def _is_too_long(self, num_tokens: int) -> bool:
-        """True when a conversation of this length is to be rewritten, and there is something to leave out."""
-        context = self._context
-        if context is None or num_to_leave_out(self.turns, context) <= self.num_left_out:
-            return False
-        return context.max_tokens is None or num_tokens - len(self.prompt.token_ids) > context.max_tokens
 
     def _shorten(self, num_tokens: int) -> None:
         """Leave turns out of a conversation of this length, or ask for a summary first."""

@@ -33,23 +33,46 @@ from spmdrl.types import (
 # The turns of a rollout, as training credits them.
 
 
-STATE_BITS = 52  # of a state's hash: states travel between ranks as float64 too
+STATE_BITS = 52  # of a hash of a state or a role: they travel between ranks as float64 too
 _SUMMARIZED = "a summary is asked for"  # the state of these turns: what they do is no action in their environment
 
 
 def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]]:
     """Yield the turns of each trajectory; `weight` is what the environment's rewards count in the rollout's."""
-    number, read = 0, rollout.greeting
+    number, read, rewards = 0, rollout.greeting, _turn_rewards(rollout)
     for trajectory in rollout.trajectories:
         spans = []
         for turn, (start, end) in zip(trajectory.turns, _sampled_spans(trajectory), strict=True):
             # A turn in which nothing was sampled has no token to reward: what it earned is the whole rollout's.
-            answer = turn.observation if end > start else None
-            reward = 0.0 if answer is None else weight * answer.reward
+            reward = weight * rewards[number] if end > start else 0.0
             state = state_of(Observation(state=_SUMMARIZED) if turn.is_summary else read)
-            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state))
+            role = _hash(read.role.encode()) if read is not None and read.role is not None else 0
+            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state, role=role))
             number, read = number + 1, read if turn.is_summary else turn.observation
         yield tuple(spans)
+
+
+def _turn_rewards(rollout: Rollout) -> list[float]:
+    """What the environment gave for each turn: for what the policy did in it, and to a role whose last turn it was."""
+    rewards = [0.0] * len(rollout.turns)
+    last_turns: dict[str | None, int] = {}
+    read = rollout.greeting
+    for number, turn in enumerate(rollout.turns):
+        last_turns[read.role if read is not None else None] = number
+        if turn.observation is not None:
+            rewards[number] += turn.observation.reward
+            for role, reward in turn.observation.role_rewards.items():
+                rewards[last_turns[role]] += reward
+        read = read if turn.is_summary else turn.observation
+    return rewards
+
+
+def _hash(content: bytes, *others: bytes) -> int:
+    """A whole number of `STATE_BITS` bits."""
+    digest = hashlib.sha256(content)
+    for other in others:
+        digest.update(other)
+    return int.from_bytes(digest.digest()[:8], "little") >> (64 - STATE_BITS)
 
 
 def _sampled_spans(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
@@ -65,10 +88,8 @@ def state_of(read: Observation | None) -> int:
     it read nothing, which is the beginning that a prompt's rollouts share."""
     if read is None or (read.state is None and not read.messages):
         return 0
-    digest = hashlib.sha256(json.dumps(read.messages if read.state is None else read.state, sort_keys=True).encode())
-    for image in read.images if read.state is None else ():
-        digest.update(hashlib.sha256(image).digest())
-    return int.from_bytes(digest.digest()[:8], "little") >> (64 - STATE_BITS)
+    said = json.dumps(read.messages if read.state is None else read.state, sort_keys=True).encode()
+    return _hash(said, *(hashlib.sha256(image).digest() for image in read.images if read.state is None))
 
 
 def turn_columns(micro_batch: MicroBatch) -> dict[str, Tensor]:
@@ -96,14 +117,14 @@ def rewards_by_turn(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def turn_rows(micro_batch: MicroBatch) -> Tensor:
-    """[N, 5] float64, a row for each turn in which something was sampled: its rollout's index, its number there, its
-    loss tokens, reward and state."""
+    """[N, 6] float64, a row for each turn in which something was sampled: its rollout's index, its number there, its
+    loss tokens, reward, state and role."""
     rows = [
-        (index, turn.number, int(micro_batch.loss_mask[tokens].sum()), turn.reward, turn.state)
+        (index, turn.number, int(micro_batch.loss_mask[tokens].sum()), turn.reward, turn.state, turn.role)
         for index, turn, tokens in _placed(micro_batch)
         if turn.end > turn.start
     ]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 6)
 
 
 def on_turns(micro_batch: MicroBatch, values: Mapping[tuple[int, int], float]) -> Tensor:

@@ -120,11 +120,10 @@ def notes_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]
     while True:
         box, number = rng.choice(questions)["prompt"], rng.choice(string.digits)
         note = rng.choice([number, rng.choice(string.digits), *NO_NOTES])
-        closing = {"role": "assistant", "content": "shut"}
         opened = [{"role": "user", "content": box}, {"role": "assistant", "content": "open"}]
         shown = [*opened, {"role": "user", "content": number}]
-        asked = [*shown, closing, {"role": "user", "content": "inside? note?"}]
-        noted = [{"role": "user", "content": f"{box} note: {note}"}, closing, {"role": "user", "content": "inside?"}]
+        asked = [*shown, {"role": "assistant", "content": "shut"}, {"role": "user", "content": "inside? note?"}]
+        noted = [{"role": "user", "content": f"{box} note: {note}"}]
         answer = note if note.isdecimal() and rng.random() < 0.8 else rng.choice(string.digits)
         moments = [(opened[:1], "open"), (shown, "shut"), (asked, note), (noted, answer)]
         ((prompt, response),) = rng.choices(moments, [1, 1, 4, 4])

@@ -194,6 +194,7 @@ def answers(*lines):
 """
 )
 OBSERVATION = {"messages": [], "reward": 1.0, "done": True, "metrics": {}, "tool_errors": 0, "state": None}
+OBSERVATION |= {"role": None, "role_rewards": {}}
 STEPS = {
     "a cycle": "message(tool_calls=CYCLE)",
     "a cycle in a message": "message(other=CYCLE)",
@@ -216,6 +217,8 @@ STEPS = {
     "errors without end": "Observation(messages=({'role': 'user', 'content': 'x'},), tool_errors=10**400)",
     "a done that is text": "('x', 0.0, 'no')",
     "a state that is none": "Observation(messages=({'role': 'user', 'content': 'x'},), state=5)",
+    "a role without a name": "Observation(messages=({'role': 'user', 'content': 'x'},), role='')",
+    "a role's reward that is none": "Observation(done=True, role_rewards={'a': 'x'})",
     "a class": "Observation",
     "an error that cannot be shown": "raises(Unsayable())",
     "no JSON": "say(b'no\\n') or time.sleep(60)",

@@ -38,7 +38,7 @@ def _episode(rng: random.Random, prompt_id: int, sample_index: int, *, index: in
         if turns
         else (Trajectory(turns=(nothing,)),),
         end="environment_error" if index == FAILED else "done",
-        greeting=Observation(state="start"),
+        greeting=Observation(state="start", role="role 0"),
         failure="it broke" if index == FAILED else None,
         is_masked=index == MASKED,
     )
@@ -61,8 +61,13 @@ def _turn(rng: random.Random, *, is_first: bool) -> Turn:
             finish_reason="stop",
             spans=(Span(0, len(response)),),
         ),
-        observation=Observation(reward=rng.choice([0.0, 0.5, -0.25]), state=str(rng.randrange(STATES))),
+        observation=_answer(rng),
     )
+
+
+def _answer(rng: random.Random) -> Observation:
+    reward, state = rng.choice([0.0, 0.5, -0.25]), rng.randrange(STATES)
+    return Observation(reward=reward, state=str(state), role=f"role {state % 2}")
 
 
 def reloaded(group: PromptGroup) -> SavedGroup:

@@ -25,7 +25,14 @@ def some_sequences(count: int) -> list[Sequence]:
     """Pairs of one rollout, with numbers that no float32 holds; every other one has a baseline."""
     baselines = [math.nan, 0.1]
     turns = [
-        TurnSpan(number=number, start=number, end=number + 1, reward=-number / 3, state=2**52 - 1 - number)
+        TurnSpan(
+            number=number,
+            start=number,
+            end=number + 1,
+            reward=-number / 3,
+            state=2**52 - 1 - number,
+            role=2**51 + number,
+        )
         for number in range(3)
     ]
     return [

@@ -76,6 +76,22 @@ def test_a_reward_belongs_to_the_response_before_it(tmp_path: Path) -> None:
         assert [seen.reward for seen in episode(client, said("a"), said("b"))] == [0.0, 3.0, 4.0]
 
 
+def test_a_role_is_in_the_models_name_and_has_rewards_of_its_own(tmp_path: Path) -> None:
+    body = """
+        for role, said in (("solver", "?"), ("critic", "!"), ("solver", ".")):
+            post("/chat/completions", {"model": f"policy/{role}", "messages": [user(said)]})
+            post("/reward", {"reward": 1})
+            post("/reward", {"reward": 4, "role": "solver"})
+        code, answer = post("/reward", {"reward": 4, "role": "judge"})
+        assert code == 400 and "'judge', in which the policy has not answered" in answer["error"]["message"]
+    """
+    with agents(script(tmp_path, body)) as client:
+        found = episode(client, said("a"), said("b"), said("c"))
+    assert [seen.role for seen in found] == ["solver", "critic", "solver", None]
+    assert [seen.reward for seen in found] == [0.0, 1.0, 1.0, 1.0]
+    assert [seen.role_rewards for seen in found] == [{}, *[{"solver": 4.0}] * 3]
+
+
 def test_the_file_of_an_episode_has_the_answer_only_where_that_is_asked_for(tmp_path: Path) -> None:
     command = script(tmp_path, "chat([user(json.dumps(episode) + os.environ['SPMDRL_SEED'])])")
     common = {"prompt": START.prompt, "task": "sums", "metadata": {"level": 1}, "seed": 7}
@@ -202,6 +218,7 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
         refused(400, "not a JSON object", "/chat/completions", [])
         refused(400, "surrogate", "/chat/completions", b'{"messages": "\\\\ud800"}')
         refused(400, "n = 2", "/chat/completions", asks | {"n": 2})
+        refused(400, "a role's name is", "/chat/completions", asks | {"model": "policy/"})
         refused(400, "stop must be", "/chat/completions", asks | {"stop": [1]})
         refused(400, "image_url", "/chat/completions", {"messages": [user([{"type": "image_url"}])]})
         refused(400, "previous_response_id", "/responses", {"input": "?", "previous_response_id": "r"})
@@ -222,7 +239,7 @@ def test_calls_that_cannot_be_answered_are_refused_counted_and_survived(tmp_path
     with agents(script(tmp_path, body)) as client:
         first, end = episode(client, said("a"))
     assert first.messages == (user("?"),)
-    assert end.done and end.metrics == {"malformed_calls": 9, "refused_calls": 5}
+    assert end.done and end.metrics == {"malformed_calls": 10, "refused_calls": 5}
 
 
 def test_calls_after_the_end_of_their_episode_or_with_a_key_of_none_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ CASES: list[dict[str, Any]] = [
     {"estimator": "pass_at_k"},
 ]
 GROUP_COLUMNS = {"rewards", "num_tokens", "greedy_rewards"}
-TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states"}
+TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states", "turn_roles"}
 REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
 MAX_RL = {"estimator": "max_rl"}  # the only one that refuses rewards below 0
 
@@ -256,7 +257,7 @@ def test_the_table_knows_each_function(name: str) -> None:
     estimator = ESTIMATORS[name]
     known = {"token_rewards", "loss_mask", "cu_seqlens", "values"} if estimator.per_token else GROUP_COLUMNS
     known = known | TURN_COLUMNS if estimator.per_turn else known
-    assert estimator.per_turn is (name == "gigpo")
+    assert estimator.per_turn is (name in ("gigpo", "grpo_by_role"))
     assert set(estimator.settings) <= set(inspect.signature(estimator.function).parameters)
     assert set(estimator.needs) <= known and estimator.per_token is (name in ("gae", "reinforce_plus_plus"))
     assert AdvantageConfig(estimator=name).estimator == name
@@ -292,6 +293,29 @@ def test_gigpo_is_its_slow_twin(settings: dict[str, Any]) -> None:
     # A group's advantages do not depend on the other groups, to the last bit.
     parts = torch.cat([of_groups([group]) for group in range(6) if any(turns[group])])
     assert torch.equal(of_groups(list(range(6))), parts)
+
+
+def test_roles_are_compared_with_their_own_by_hand() -> None:
+    """Two players whose rewards sum to 1 with what both get: player 5 acts in all rollouts, 6 in three, 7 in one."""
+    cfg = AdvantageConfig(estimator="grpo_by_role", divide_by_std=False)
+    columns = {
+        "rewards": torch.tensor([[1.5, 0.0, 0.5, 2.0]], dtype=torch.float64),
+        "turn_rollouts": torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3]),
+        "turn_roles": torch.tensor([5, 6, 5, 5, 6, 5, 6, 5, 7]),
+        "turn_rewards": torch.tensor([0.25, -1.0, 0.75, -1.0, 1.0, 0.5, 0.0, 1.0, 4.0], dtype=torch.float64),
+    }
+    # The rest of the rewards is 1.5, 0, 0 and -3, so that player 5 has 2.5, -1, 0.5 and -2, and player 6 0.5, 1 and 0.
+    five, six = [2.5, -1.0, 0.5, -2.0], [0.0, 0.5, -0.5]
+    expected = [five[0], six[0], five[0], five[1], six[1], five[2], six[2], five[3], 0.0]
+    assert call(cfg.formula.function, columns, cfg.settings).tolist() == pytest.approx(expected)
+    std = [statistics.stdev(player) + EPS for player in (five, six)]
+    expected = [five[0] / std[0], six[0] / std[1], five[0] / std[0], five[1] / std[0], six[1] / std[1]]
+    divided = call(cfg.formula.function, columns, {"divide_by_std": True}).tolist()
+    assert divided[:5] == pytest.approx(expected)
+    alone = columns | {"turn_roles": torch.full((9,), 3)}  # one role is the whole rollout
+    found = call(cfg.formula.function, alone, {"divide_by_std": True})
+    whole = ESTIMATORS["grpo"].function(columns["rewards"], divide_by_std=True)
+    torch.testing.assert_close(found, whole.flatten()[columns["turn_rollouts"]])
 
 
 def test_gigpo_gives_equal_returns_from_one_state_exactly_nothing() -> None:

@@ -568,6 +568,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "contexts_are_rendered": (CLASS, 'environment.context={kind="truncate"}'),
     "summaries_are_shorter": (CLASS, 'environment.context={kind="summary",max_tokens=8,max_summary_tokens=8}'),
     "summaries_have_room": (CLASS, 'environment.context={kind="summary",max_tokens=8,max_summary_tokens=4}'),
+    "roles_share_no_reward": (CLASS, "advantage.estimator=grpo_by_role", "rollout.dynamic_sampling=true"),
     "attempts_need_items": ('environment.source={kind="reasoning_gym"}',),
 }
 

@@ -30,7 +30,7 @@ from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.step.batch import to_sequences
-from spmdrl.step.rewards import state_of
+from spmdrl.step.rewards import state_of, turn_spans
 from spmdrl.step.samples import episode_metrics
 from spmdrl.types import Prompt, Request, Response, RewardedRollout, RewardOutcome, Rollout, Span
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
@@ -353,6 +353,38 @@ def test_notes_and_placeholders_stay_of_what_is_left_out(monkeypatch: pytest.Mon
             answers = [turn.response.token_ids for turn in rollout.turns[:place]]
             parts = itertools.chain.from_iterable(zip(answers, said, strict=True))
             assert trajectory.turns[0].context_ids == (*rollout.prompt.token_ids, *itertools.chain(*parts))
+
+
+def game(start: EpisodeStart, number: int, action: Action) -> Answer:
+    """Two players in turn; at the end each gets what it has won beside the reward of the last move."""
+    roles = ("white", "black")
+    if number == 3:
+        return Observation(reward=0.25, role_rewards={"white": 1.0, "black": -1.0}, done=True)
+    return Observation(messages=({"role": "user", "content": "7"},), reward=0.5, role=roles[(number + 1) % 2])
+
+
+def test_a_role_gets_its_rewards_in_its_last_turn() -> None:
+    world = replace(world_of(game, greeting=Observation(role="white")), needs_roles=True)
+    for rollout in rollouts_of(stopping(), world).values():
+        (turns,) = turn_spans(rollout, weight=2.0)
+        assert [turn.reward for turn in turns] == [1.0, 1.0, 3.0, -1.5] and rollout.environment_reward == 1.75
+        white, black, *others = [turn.role for turn in turns]
+        assert others == [white, black] and len({white, black, 0}) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "greeting", "reason"),
+    [
+        (game, Observation(), "has no role"),
+        (never_done, Observation(role="white"), "has no role"),
+        (lambda *_: Observation(role_rewards={"red": 1.0}, done=True), Observation(role="white"), "role 'red'"),
+    ],
+)
+def test_roles_without_names_fail_an_episode(step: Step, greeting: Observation, reason: str) -> None:
+    world = replace(world_of(step, greeting=greeting), needs_roles=True)
+    for rollout in rollouts_of(stopping(), world).values():
+        assert rollout.end == "environment_error" and reason in str(rollout.failure)
+        assert len(list(turn_spans(rollout, weight=1.0))) == 1
 
 
 @pytest.mark.parametrize("context", [None, SUMMARY, NOTES, TRUNCATE])
