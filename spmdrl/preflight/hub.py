@@ -198,6 +198,34 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
     return str(found)
 
 
+def require_writable(name: str) -> None:
+    """Raise UserError unless something could be sent to `ORGANISATION/NAME` on the hub."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+        raise UserError(f"--push {name}: a repository is ORGANISATION/NAME, without hf: and a revision")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"--push {name}: HF_HUB_OFFLINE forbids it; unset the variable")
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"--push {name} needs a token: set HF_TOKEN, or log in by `hf auth login`")
+
+
+def send(folder: Path, name: str, *, private: bool) -> str:
+    """Send a directory to a model repository, which is made where there is none; returns its address. Raises UserError
+    where the hub refuses it."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = huggingface_hub.HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Model and card from spmdrl")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"--push {name}: {_line(error)}; the model itself is in {shown(folder)}") from error
+    return str(address)
+
+
 def damages(place: Path) -> dict[Path, str]:
     """Return the file, or the files of a folder, that cannot be what was fetched, with the reason for each.
 

@@ -27,7 +27,9 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
 from spmdrl.learn.learner import POLICY
 from spmdrl.model.load import DTYPES, load_model_config
+from spmdrl.preflight.hub import require_writable, send
 from spmdrl.report import RunFolder
+from spmdrl.report.model_card import model_card
 from spmdrl.run import open_run, owning
 from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting
 from spmdrl.tools.program import option, program
@@ -71,6 +73,8 @@ def export_checkpoint(
             export_adapter(policy, destination, ranks.meshes)
         else:
             export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
+        if ranks.world.is_main and folder.metrics.is_file():
+            (destination / "README.md").write_text(model_card(run, step=step), encoding="utf-8")
     return destination
 
 
@@ -106,7 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- or RUN/adapter- and the step")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as a PEFT directory")
+    parser.add_argument(
+        "--push", metavar="ORGANISATION/NAME", help="send it to this repository of the hub, with its card"
+    )
+    parser.add_argument("--public", action="store_true", help="a repository that --push makes is for everybody to read")
     arguments = parser.parse_args(argv)
+    if arguments.public and not arguments.push:
+        parser.error("--public is about the repository that --push makes; give --push ORGANISATION/NAME")
+    if arguments.push:
+        require_writable(arguments.push)
     if arguments.adapter and arguments.dtype:
         parser.error("--dtype is that of a whole model's files; adapters are float32")
     transformers_logging.disable_progress_bar()  # the result is one line
@@ -115,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if os.environ.get("RANK", "0") == "0":
         say(shown(written))
+        if arguments.push:
+            say(send(written, arguments.push, private=not arguments.public))
     return 0
 
 
