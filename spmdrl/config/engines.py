@@ -38,6 +38,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             takes_adapters=True,
             reports_routes=True,
             advances_clock=True,
+            settings=("rollout.cache_after_refit",),
             exact_kernels={"cpu": {None: "invariant"}},
         ),
     ),

@@ -74,6 +74,12 @@ class RolloutConfig(Section):
     updates. `disaggregated` engines may run this many steps ahead; with 0 the two sides wait for each other. Under
     `partial`, a group whose tokens would be older is sampled again from its prompt."""
 
+    cache_after_refit: Literal["recompute", "keep"] = "recompute"
+    """`partial` and the `torch` engine only: keys, values and states of rollouts that go on. `recompute` reads their
+    tokens again with the new weights. `keep` continues from those of the weights that sampled them, which takes no time
+    and adds to `mismatch/...`; they serve no other request, and none once they are more than `max_staleness` versions
+    old."""
+
     @property
     def oldest_first(self) -> bool:
         """True when rollouts go on across training, and steps train on prompt groups in the order of the prompts."""
@@ -111,6 +117,12 @@ def max_staleness_needs_stale_rollouts(rollout: RolloutConfig) -> Iterator[str]:
             'max_staleness has no meaning without partial = true or placement = "disaggregated"; set one of them '
             "or remove it"
         )
+
+
+@rule(RolloutConfig)
+def cache_is_kept_for_what_goes_on(rollout: RolloutConfig) -> Iterator[str]:
+    if is_set(rollout, "cache_after_refit") and not rollout.partial:
+        yield "cache_after_refit has no meaning without partial = true, where no rollout goes on; remove it"
 
 
 @rule(RolloutConfig)

@@ -330,6 +330,22 @@ def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def kept_cache_outlives_the_update(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.cache_after_refit != "keep":
+        return
+    if cfg.run.deterministic:
+        yield (
+            'rollout.cache_after_refit = "keep" continues from keys and values that a resumed run computes again, with '
+            "other bits, but run.deterministic = true; remove cache_after_refit, or set deterministic = false"
+        )
+    if cfg.rollout.placement == "colocated" and "kv_cache" in cfg.offload.engine:
+        yield (
+            'offload.engine frees the cache from which rollout.cache_after_refit = "keep" continues; set it to [], or '
+            "remove cache_after_refit"
+        )
+
+
+@rule(Config)
 def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
     if cfg.run.deterministic and cfg.rollout.oversample_fraction:
         yield (

@@ -472,6 +472,12 @@ BROKEN: dict[str, tuple[str, ...]] = {
     ),
     "prompts_in_order_are_not_replaced": ("rollout.partial=true", "rollout.dynamic_sampling=true"),
     "max_staleness_needs_stale_rollouts": ("rollout.max_staleness=2",),
+    "cache_is_kept_for_what_goes_on": ("rollout.cache_after_refit=keep",),
+    "kept_cache_outlives_the_update": (
+        "rollout.partial=true",
+        "rollout.cache_after_refit=keep",
+        "run.deterministic=true",
+    ),
     "num_ranks_belongs_to_disaggregated": ("rollout.num_ranks=2",),
     "restart_engine_needs_colocated": ("rollout.restart_engine=true", "rollout.placement=disaggregated"),
     "num_ranks_is_a_multiple_of_tp_size": ("rollout.num_ranks=3", "rollout.tp_size=2"),

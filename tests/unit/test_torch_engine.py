@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
 
 
-def engine_for(model, max_running: int = 8, release: Sequence[str] = ("kv_cache",)) -> TorchEngine:
+def engine_for(model, max_running: int = 8, release: Sequence[str] = ("kv_cache",), **options: Any) -> TorchEngine:
     engine = TorchEngine(
         model.config,
         device=torch.device("cpu"),
@@ -87,6 +88,7 @@ def engine_for(model, max_running: int = 8, release: Sequence[str] = ("kv_cache"
         kernel="sdpa",
         max_running=max_running,
         release=release,
+        **options,
     )
     load_whole(engine, dict(model.named_parameters()), version=7)
     return engine
@@ -406,7 +408,7 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
     def row_of(*token_ids: int, version: int = 1) -> CachedPrefix:
         keys, values = torch.empty(2, 1, len(token_ids), 2)
         states = {0: (torch.empty(1, 2), torch.empty(1, 3))}  # 20 bytes
-        return CachedPrefix(prefix(*token_ids, version=version), RowContents({1: (keys, values)}, states))
+        return CachedPrefix(prefix(*token_ids, version=version), RowContents({1: (keys, values)}, states), version)
 
     rows = [row_of(*range(2, end)) for end in (4, 6, 8, 5)]
     assert [row.contents.num_bytes for row in rows] == [20 + 16 * n for n in (2, 4, 6, 3)]
@@ -421,6 +423,57 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
     assert cache.make_room(20 + 16 * 3) and cache.find(asked) is rows[3], "what was followed goes first"
     assert cache.find(prefix(*range(2, 20), version=2)) is None
     assert cache.find(prefix(*range(2, 20))) is None, "what older weights have read is kept"
+
+    aging, old = PrefixCache(max_bytes=1000, max_age=2), row_of(2, 3, version=1)
+    aging.store(old)
+    assert aging.find(prefix(2, 3, 4, version=2)) is None, "a request of its own is served by older weights"
+    assert aging.find(prefix(2, 3, 4, version=3), goes_on=True) is old
+    aging.store(replace(old, prefix=prefix(2, 3, version=3)))  # it went on, and was aborted again
+    assert aging.find(prefix(2, 3, 4, version=4), goes_on=True) is None, "a row is older than it may be"
+
+
+class PauseAfter:
+    """A clock that lets an engine pause after so many tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._left = num_tokens
+
+    def advance(self) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+
+@pytest.mark.parametrize("max_cache_age", [0, 1])
+def test_what_goes_on_after_a_refit_reads_again_or_continues_from_its_row(
+    model, monkeypatch: pytest.MonkeyPatch, max_cache_age: int
+) -> None:
+    """By the same weights it is the response that was never aborted; by others the two ways differ."""
+    asked = requests(6, max_response_tokens=20, stop_token_ids=frozenset())
+    whole = answers(engine_for(model), asked)
+    same = dict(model.named_parameters())
+    for tensors in (same, {name: weight * 1.05 for name, weight in same.items()}):
+        engine = engine_for(model, release=(), max_cache_age=max_cache_age)
+        engine.clock = PauseAfter(7)
+        first = answers(engine, asked)
+        assert [len(response.token_ids) for response in first] == [7] * 6
+        engine.clock = None
+        load_whole(engine, tensors, version=8)
+        read = count_read(engine, monkeypatch)
+        rest = answers(engine, [replace(r, response_ids=a.token_ids) for r, a in zip(asked, first, strict=True)])
+        assert sum(read) == (6 if max_cache_age else sum(len(r.prompt_ids) + 7 for r in asked))
+        joined = [one.continued(other) for one, other in zip(first, rest, strict=True)]
+        assert all(response.spans == (Span(7, 7), Span(8, 13)) for response in joined)
+        if tensors is same:
+            for response, expected in zip(joined, whole, strict=True):
+                assert response.token_ids == expected.token_ids
+                torch.testing.assert_close(
+                    *map(torch.tensor, (response.logprobs, expected.logprobs)), rtol=0, atol=1e-5
+                )
+        else:  # the first token after the refit, whose prefix both have in common
+            load_whole(anew := engine_for(model), tensors, version=8)
+            fresh = answers(anew, [replace(r, response_ids=a.token_ids) for r, a in zip(asked, first, strict=True)])
+            apart = max(abs(one.logprobs[0] - other.logprobs[0]) for one, other in zip(rest, fresh, strict=True))
+            assert apart > 1e-3 if max_cache_age else apart == 0.0
 
 
 def test_the_planner_counts_what_the_cache_holds(model) -> None:

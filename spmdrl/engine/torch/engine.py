@@ -63,11 +63,13 @@ class TorchEngine(RolloutEngine):
         max_patches: int = 16384,
         max_cached_tokens: int = 2**16,
         records_routes: bool = False,
+        max_cache_age: int = 0,
     ):
         """`release` lists what `sleep` gives back: "kv_cache", "weights" or both. `images` holds the pixels of the
         images in requests, of which the model's tower encodes `max_patches` in one pass. Besides the rows of running
         requests the engine caches those of finished ones, in at most as much memory as the keys and values of
-        `max_cached_tokens` tokens take. Requests may ask for routes where these are recorded."""
+        `max_cached_tokens` tokens take. Requests may ask for routes where these are recorded. The rest of an aborted
+        response continues from the row of its beginning where `max_cache_age` versions allow that."""
         own_config = copy.deepcopy(model_config)  # building a model writes into its config
         with torch.device(device), no_init_weights():
             model = model_class(own_config).from_config(
@@ -93,6 +95,8 @@ class TorchEngine(RolloutEngine):
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]
         self._missing: set[str] = set(self.weights)
+        self._max_cache_age = max_cache_age
+        self._forget_prefixes()
         self._expected: dict[str, str] = {}  # digests, of all refits
         self._adapter_refs = AdapterRefs()
         self._is_aborted = self._asks_soon = False
@@ -127,7 +131,9 @@ class TorchEngine(RolloutEngine):
         assert not self._missing, f"the engine has no weights for {min(self._missing)}: refit before sampling"
         self._is_aborted = False
         self._adapter_refs.none_running()
-        runner, prefix_cache = self.runner, PrefixCache(self._max_cached_bytes)
+        if not self._max_cache_age:
+            self._forget_prefixes()
+        runner, prefix_cache = self.runner, self._prefix_cache
         runner.reset()
 
         def start(index: int, request: Request) -> RequestState:
@@ -136,6 +142,8 @@ class TorchEngine(RolloutEngine):
         scheduler = Scheduler(requests, max_running=self._max_running, start=start)
         while True:
             if self._is_aborted:
+                if self._max_cache_age:
+                    self._store_prefixes(scheduler.running, range(len(scheduler.running)))
                 unfinished = [*scheduler.running, *scheduler.waiting]
                 self._release_adapters(unfinished)
                 yield from ((state.index, state.response()) for state in unfinished)
@@ -153,7 +161,7 @@ class TorchEngine(RolloutEngine):
                 assert scheduler.is_done, "nothing is running, so the caller must have another request or none at all"
                 return
             if has_finished:
-                self._store_prefixes(scheduler.running, prefix_cache)
+                self._store_prefixes(scheduler.running, _followed(scheduler.running))
                 finished, rows = scheduler.remove_finished()
                 runner.compact(rows)
                 self._release_adapters(finished)
@@ -168,13 +176,15 @@ class TorchEngine(RolloutEngine):
         state = RequestState(index, request, self.version)
         self._adapter_refs.begin(state.version)
         self._refuse_other_frequencies(request)
-        state.cached = prefix_cache.find(state.prefix)
+        state.cached = prefix_cache.find(state.prefix, goes_on=bool(request.response_ids))
         if state.cached is not None and changes_between(
             self.model.config, len(state.cached.prefix.token_ids), len(state.prefix.token_ids)
         ):
             state.cached = None  # its keys have the rotary frequencies of a shorter sequence
         if state.cached is None:
             self.runner.images.take(request.images)
+        else:
+            state.oldest_version = state.cached.oldest_version
         return state
 
     def _refuse_other_frequencies(self, request: Request) -> None:
@@ -187,16 +197,18 @@ class TorchEngine(RolloutEngine):
                 f"{changes_after(config)} tokens); lower max_response_tokens"
             )
 
-    def _store_prefixes(self, running: Sequence[RequestState], prefix_cache: PrefixCache) -> None:
-        """Store the rows of finished requests that another one may follow."""
-        cache = self.runner.cache
-        assert cache is not None
-        for row, state in enumerate(running):
-            if state.finish_reason not in state.request.cache_on_finish or state.version != self.version:
-                continue
-            if prefix_cache.make_room(cache.row_bytes(row)):
+    def _forget_prefixes(self) -> None:
+        self._prefix_cache = PrefixCache(self._max_cached_bytes, max_age=self._max_cache_age)
+
+    def _store_prefixes(self, running: Sequence[RequestState], rows: Iterable[int]) -> None:
+        """Store some rows of the cache that later requests may continue."""
+        for row in rows:
+            state, cache = running[row], self.runner.cache
+            assert cache is not None
+            if state.version == self.version and self._prefix_cache.make_room(cache.row_bytes(row)):
                 routes = torch.cat(state.routes) if state.routes else None
-                prefix_cache.store(CachedPrefix(state.row_prefix, cache.contents(row), routes))
+                prefix, contents = state.row_prefix, cache.contents(row)
+                self._prefix_cache.store(CachedPrefix(prefix, contents, state.oldest_version, routes))
 
     def _release_adapters(self, finished: Sequence[RequestState]) -> None:
         """Free the adapters that only these requests needed."""
@@ -220,6 +232,7 @@ class TorchEngine(RolloutEngine):
         self.runner.images.clear()
         if "kv_cache" in self._release:
             self.runner.cache = None
+            self._forget_prefixes()
         if "weights" in self._release:
             self._missing = set(self.weights)
             for storage, _ in self._storages:
@@ -275,6 +288,11 @@ class TorchEngine(RolloutEngine):
         self.runner.cache = None
 
 
+def _followed(running: Sequence[RequestState]) -> list[int]:
+    """The rows of finished requests that another one may follow."""
+    return [row for row, state in enumerate(running) if state.finish_reason in state.request.cache_on_finish]
+
+
 def _settings(run: Launch[Config]) -> dict[str, Any]:
     return {
         "device": run.device,
@@ -286,6 +304,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "max_cached_tokens": min(run.cfg.rollout.max_running, run.plan.rollouts_per_engine_rank)
         * run.plan.max_sequence_tokens,
         "records_routes": run.cfg.correction.router_replay == "R3",
+        "max_cache_age": run.cfg.rollout.max_staleness if run.cfg.rollout.cache_after_refit == "keep" else 0,
     }
 
 

@@ -37,13 +37,13 @@ class Prefix:
         """The order of prefixes in a prefill: short ones first."""
         return len(self.token_ids), self.version, self.token_ids, tuple(image.digest for image in self.images)
 
-    def begins(self, other: Prefix) -> bool:
-        """Return True when the other is this one with more text."""
+    def begins(self, other: Prefix, *, any_version: bool = False) -> bool:
+        """Return True when the other is this one with more text; for `any_version`, also to other weights."""
         length = len(self.token_ids)
         return (
             length < len(other.token_ids)
             and self.token_ids[-1] == other.token_ids[length - 1]  # most differ here, and this is cheap
-            and self.version == other.version
+            and (any_version or self.version == other.version)
             and self.images == other.images
             and self.token_ids == other.token_ids[:length]
         )
@@ -55,6 +55,7 @@ class CachedPrefix:
 
     prefix: Prefix
     contents: RowContents
+    oldest_version: int  # of the weights that read any of it
     routes: Tensor | None = None  # of its tokens, [n, L, k] int16, on the host
 
 
@@ -72,9 +73,10 @@ class RequestState:
     finish_reason: FinishReason | None = None
     limit: int = field(init=False)  # tokens that may be sampled here
     prefix: Prefix = field(init=False)  # before the first token sampled here
+    oldest_version: int = field(init=False)  # of the weights that its row was read by
 
     def __post_init__(self) -> None:
-        request = self.request
+        request, self.oldest_version = self.request, self.version
         self.limit = request.max_response_tokens - len(request.response_ids)
         self.prefix = Prefix(self.version, request.prompt_ids + request.response_ids, request.images)
 
@@ -203,13 +205,14 @@ class PrefixCache:
     """The newest rows that fit into `max_bytes`; the prefix of an evicted one is prefilled again.
 
     A row that a request has followed stays, because an episode may have branches, but is the first to be evicted: most
-    have no other.
+    have no other. A row that other weights have read serves no request but one that goes on with what they sampled.
 
     Its contents depend on the requests and on their order alone, so that a deterministic run repeats itself.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
+    def __init__(self, max_bytes: int, *, max_age: int = 0) -> None:
+        """Rows that any weights more than `max_age` versions older have read serve nothing."""
+        self._max_bytes, self._num_bytes, self._max_age = max_bytes, 0, max_age
         self._rows: deque[CachedPrefix] = deque()
 
     def make_room(self, num_bytes: int) -> bool:
@@ -225,14 +228,15 @@ class PrefixCache:
         self._rows.append(row)
         self._num_bytes += row.contents.num_bytes
 
-    def find(self, prefix: Prefix) -> CachedPrefix | None:
+    def find(self, prefix: Prefix, *, goes_on: bool = False) -> CachedPrefix | None:
         """Return the row that has read most of a prefix; None where no row has read its beginning.
 
-        Rows that other weights have read are evicted: no later request is for those weights.
+        With `goes_on` the prefix ends in a part of a response, which older weights may have sampled. Rows that are too
+        old are evicted: no later request is for their weights.
         """
-        for row in [row for row in self._rows if row.prefix.version != prefix.version]:
+        for row in [row for row in self._rows if not 0 <= prefix.version - row.oldest_version <= self._max_age]:
             self._evict(row)
-        matching = (row for row in self._rows if row.prefix.begins(prefix))
+        matching = (row for row in self._rows if row.prefix.begins(prefix, any_version=goes_on))
         found = max(matching, key=lambda row: len(row.prefix.token_ids), default=None)
         if found is not None:
             self._rows.remove(found)
