@@ -346,6 +346,22 @@ def kept_cache_outlives_the_update(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def schedules_are_of_free_runs(cfg: Config) -> Iterator[str]:
+    if cfg.debug.follow_schedule is None:
+        return
+    if cfg.run.deterministic:
+        yield (
+            "debug.follow_schedule repeats a run that went by the real clock, but run.deterministic = true needs no "
+            "schedule; remove follow_schedule, or set deterministic = false"
+        )
+    if not cfg.steps_open or cfg.environment is not None:
+        yield (
+            "debug.follow_schedule says when engines open prompts ahead and pause, which rollout.partial without "
+            "oversample_fraction does, and without [environment], whose answers take their own time; remove it"
+        )
+
+
+@rule(Config)
 def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
     if cfg.run.deterministic and cfg.rollout.oversample_fraction:
         yield (
@@ -519,6 +535,11 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
         yield (
             f'correction.router_replay = "R3" replays what the engine chose, and {engine} reports no routes; set it to '
             '"R2", which needs several updates a step, or to "none"'
+        )
+    if cfg.debug.follow_schedule is not None and not facts.advances_clock:
+        yield (
+            f"debug.follow_schedule lets engines pause after a certain token, which {engine} cannot; set "
+            'rollout.engine = "torch", or remove it'
         )
     if cfg.run.deterministic and cfg.steps_open and not facts.advances_clock:
         yield (

@@ -105,6 +105,10 @@ class DebugConfig(Section):
     load_rollouts: PathText | None = None
     """Train on the rollouts and rewards in this folder, the `rollouts/` of another run, instead of sampling: no engine
     is started."""
+    follow_schedule: PathText | None = None
+    """Sample by this file, the `schedule.jsonl` of another run with the same settings and as many engines: each engine
+    opens the same prompts after the same tokens and pauses where it did. So a run is repeated that went by the real
+    clock. For `rollout.partial` without over-sampling."""
 
 
 @rule(DebugConfig)

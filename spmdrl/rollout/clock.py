@@ -31,6 +31,26 @@ class TokenClock:
         return False
 
 
+class RecordedClock(TokenClock):
+    """A clock by which an engine pauses where it did in another run."""
+
+    is_virtual = True
+
+    def __init__(self, num_tokens: int) -> None:
+        """`num_tokens`: those of each row until then."""
+        super().__init__()
+        self._end = num_tokens
+
+    def advance(self) -> bool:
+        super().advance()
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """True when the engine pauses."""
+        return self.num_tokens >= self._end
+
+
 class VirtualClock(TokenClock):
     """The clock of one of `count` engines that pause at the same tick of a step.
 

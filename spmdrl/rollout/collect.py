@@ -22,11 +22,11 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.clock import TokenClock, VirtualClock
+from spmdrl.rollout.clock import RecordedClock, TokenClock, VirtualClock
 from spmdrl.rollout.curriculum import MEASUREMENTS, NOTHING_MEASURED, Measurements
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
-from spmdrl.rollout.tickets import OwnTickets, SharedTickets, StaticTickets, Tickets
+from spmdrl.rollout.tickets import OwnTickets, RecordedTickets, SharedTickets, StaticTickets, Tickets
 from spmdrl.types import Prompt, Rollout, UserError
 
 _OVERSAMPLES = "oversample_fraction > 0"  # in a state: its unfinished groups may be of any prompts before the cursor
@@ -95,12 +95,15 @@ class Collector:
         message: Callable[[str], None],
         clocks: Store | None = None,
         record: Callable[[int, Mapping[str, Any]], None] = lambda step, schedule: None,
+        follows: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """Engines share tickets through `store`; without one they split them beforehand, and where they sample ahead
         see each other's virtual clocks through `clocks`. `message` shows the user a line; `record` gets the schedule of
-        each step, in JSON's types, on the first rank."""
+        each step, in JSON's types, on the first rank. With `follows`, which `record` has got in another run, by step,
+        engines do what they did there."""
         self._place, self._source, self._rules = place, source, rules
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
+        self._follows = follows
         self._curriculum = source.curriculum
         self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
 
@@ -281,12 +284,35 @@ class Collector:
         return _staleness(group, step + window.steps_until(prompt_id_of(group))) > self._rules.max_staleness
 
     def _clock(self, step: int) -> TokenClock:
+        if self._follows is not None:
+            return RecordedClock(self._followed(step)["tokens"])
         if self._clocks is None or not (self._rules.oldest_first and self._rules.extra_groups):
             return TokenClock()
         return VirtualClock(self._clocks, step=step, index=self._place.index, count=self._place.count)
 
+    def _followed(self, step: int) -> Mapping[str, Any]:
+        """What this engine did in a step of the run that is followed. Raises UserError when there was none like it."""
+        engines = (self._follows or {}).get(step, {}).get("engines", ())
+        if len(engines) != self._place.count:
+            raise UserError(
+                f"debug.follow_schedule has {len(engines)} engines in step {step}, and this run has "
+                f"{self._place.count}; follow a run with as many steps and engines, or remove it"
+            )
+        found: Mapping[str, Any] = engines[self._place.index]
+        return found
+
     def _tickets(self, step: int, window: _Window, before: _Progress, clock: TokenClock) -> Tickets:
         rules = self._rules
+        if isinstance(clock, RecordedClock):
+            ticket_of = {position: ticket for ticket, position in enumerate(window.positions)}
+            found = self._followed(step)
+            mine = {*(prompt_id for prompt_id, _ in found["opened"]), *map(prompt_id_of, before.carried)}
+            if mine != {*found["trained"], *found["left"]} or not {i for i, _ in found["opened"]} <= ticket_of.keys():
+                raise UserError(
+                    f"debug.follow_schedule: step {step} of that run had other prompt groups open than this one has; "
+                    "follow a run with the same settings that began with the same checkpoint, or remove it"
+                )
+            return RecordedTickets(((ticket_of[i], tokens) for i, tokens in found["opened"]), clock=clock)
         if isinstance(clock, VirtualClock):
             places = {ticket: position - window.first for ticket, position in enumerate(window.positions)}
             mine = [ticket for ticket, place in places.items() if self._owner(place) == self._place.index]

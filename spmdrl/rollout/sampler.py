@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdrl.algo.metrics import Max
@@ -12,7 +13,7 @@ from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.envs.client import open_environments
-from spmdrl.report.files import StepRowsFile
+from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
@@ -22,7 +23,7 @@ from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, train
 from spmdrl.rollout.sample import eval_sampling, training_sampling
 from spmdrl.rollout.scheduler import RestoreImages, sample
 from spmdrl.run import Launch
-from spmdrl.types import Rollout
+from spmdrl.types import Rollout, UserError
 
 MAX_PROBE_TOKENS = 32  # per answer, so that the probe does not lengthen the step
 PROBE_PROMPTS = 2  # where the settings name no number and tokens can be stale
@@ -90,6 +91,7 @@ class LocalSampler(Sampler):
             clocks=shared_store() if cfg.run.deterministic else None,
             message=message,
             record=self._record,
+            follows=_followed_schedule(cfg),
         )
         # The first engine writes it, from where the run begins.
         writes = rules.can_be_stale and engine.leads and meshes.engine_index == 0
@@ -155,6 +157,16 @@ def _open_env_context(run: Launch[Config]) -> EnvContext | None:
     client = run.enter(open_environments(run.cfg.environment))
     inputs = run.inputs
     return open_env_context(run.cfg, client, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
+
+
+def _followed_schedule(cfg: Config) -> dict[int, Mapping[str, Any]] | None:
+    """Read what `debug.follow_schedule` names, by step. Raises UserError when it is damaged or not there."""
+    if cfg.debug.follow_schedule is None:
+        return None
+    path = Path(cfg.debug.follow_schedule)
+    if not path.is_file():
+        raise UserError(f"debug.follow_schedule = {path} is not there; set it to the schedule.jsonl of a run")
+    return {row["step"]: row for row in read_rows(path)}
 
 
 def _itself(rollout: Rollout) -> Rollout:

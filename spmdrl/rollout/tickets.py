@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
 
-from spmdrl.rollout.clock import VirtualClock
+from spmdrl.rollout.clock import RecordedClock, VirtualClock
 
 
 class Tickets(Protocol):
@@ -199,3 +199,28 @@ class OwnTickets(Tickets):
 
     def close(self) -> None:
         self._clock.close()
+
+
+class RecordedTickets(Tickets):
+    """Tickets that an engine takes when it took them in another run."""
+
+    def __init__(self, opened: Iterable[tuple[int, int]], *, clock: RecordedClock) -> None:
+        """`opened`: each ticket, and the tokens of each row that the engine had sampled before it took it."""
+        self._opened, self._clock = deque(opened), clock
+
+    def take(self) -> int | None:
+        if not self._opened or self._opened[0][1] > self._clock.num_tokens:
+            return None
+        return self._opened.popleft()[0]
+
+    def accept(self) -> bool:
+        return True
+
+    def drop(self) -> None:
+        raise AssertionError("groups that are trained on in their order have no substitutes")
+
+    def is_over(self) -> bool:
+        return self._clock.is_over
+
+    def is_empty(self) -> bool:
+        return not self._opened

@@ -96,10 +96,14 @@ def test_with_staleness_0_it_is_the_run_in_step_bit_for_bit(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_free_run_trains_on_the_same_prompts_in_the_same_steps(folder: Path) -> None:
+def test_a_free_run_trains_on_the_same_prompts_in_the_same_steps_and_its_schedule_repeats_it(folder: Path) -> None:
     keeps = ("rollout.cache_after_refit=keep", "offload.engine=[]")
     launch(folder, 2, *SETTINGS, *keeps, "rollout.max_staleness=2", "run.deterministic=false", "run.name=free")
     run = folder / "runs/free"
+    follows = f"debug.follow_schedule={run}/schedule.jsonl"
+    settings = (*SETTINGS, *keeps, "rollout.max_staleness=2", "run.deterministic=false", "run.name=followed")
+    launch(folder, 2, *settings, follows)
+    assert_same_run(run, folder / "runs/followed")
     assert all(row["rollout/discarded_tokens"] == 0 for row in steady_rows(run)[1:])
     for row in read_rows(run / "schedule.jsonl"):
         assert sorted(trained(row)) == list(range(8 * row["step"] - 8, 8 * row["step"]))

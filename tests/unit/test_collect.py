@@ -179,6 +179,7 @@ def start(
     store: HashStore | None = None,
     revive: bool = False,
     world: EnvContext | None = None,
+    follows: list[Any] | None = None,
 ) -> Run:
     ranks, messages, store = Ranks(len(engines)), [], store or HashStore()
     schedules: list[Any] = []
@@ -200,6 +201,7 @@ def start(
             rules,
             store=store if shared else None,
             clocks=None if shared else store,
+            follows=None if follows is None else dict(enumerate(follows, start=1)),
             record=(lambda step, schedule: schedules.append(schedule)) if rank == 0 else lambda step, schedule: None,
             message=messages.append if rank == 0 else lambda text: None,
         )
@@ -554,10 +556,14 @@ def test_the_state_before_a_step_that_is_given_up_waits_for_none_of_its_rewards(
         run.state(1)
 
 
+def varied_length(seed: int) -> int:
+    return 6 + 60 * (seed % 7 == 0) + seed % 9
+
+
 def varied() -> list[FakeEngine]:
     """Engines whose responses vary tenfold in length; one has room for few and is slow."""
-    lengths: dict[str, Any] = {"length": lambda seed: 6 + 60 * (seed % 7 == 0) + seed % 9}
-    return [FakeEngine(max_running=20, **lengths), FakeEngine(max_running=9, tick_s=0.0005, **lengths)]
+    slow = FakeEngine(max_running=9, tick_s=0.0005, length=varied_length)
+    return [FakeEngine(max_running=20, length=varied_length), slow]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "static"])
@@ -575,7 +581,7 @@ def test_oldest_first_trains_on_every_prompt_in_its_step_and_throws_nothing_away
         assert all(i < 8 * step + 16 for i in opened), "more groups are open than the staleness allows"
         ahead += len([i for i in opened if i >= 8 * step])
         stale = max(stale, metrics["rollout/max_staleness_steps"])
-        assert all(len(r.token_ids) == 6 + 60 * (s.seed % 7 == 0) + s.seed % 9 for r, s in with_requests(run, samples))
+        assert all(len(response.token_ids) == varied_length(r.seed) for response, r in with_requests(run, samples))
     assert ahead and stale == 2
 
 
@@ -602,6 +608,21 @@ def test_the_virtual_clock_makes_engines_pause_at_the_same_token_however_fast_th
     assert runs[0] == runs[1] == runs[2]
     pauses = [{engine["tokens"] for engine in schedule["engines"]} for schedule in runs[0][2]]
     assert any(len(tokens) == 1 and tokens.pop() % TOKENS_PER_TICK == 0 for tokens in pauses), pauses
+
+
+def test_a_run_that_follows_a_schedule_does_what_that_run_did_by_the_real_clock() -> None:
+    free = start(OLDEST_FIRST, varied(), sampling=LONG)
+    found = free.steps(1, 5)
+    slow = [FakeEngine(max_running=20, tick_s=0.0003, length=varied_length), varied()[1]]
+    again = start(OLDEST_FIRST, slow, sampling=LONG, follows=free.schedules)
+    assert only_samples(again.steps(1, 5)) == only_samples(found)
+    assert again.schedules == free.schedules
+    assert [engine.asked for engine in slow] == [engine.asked for engine in free.engines]
+    with pytest.raises(UserError, match="has 2 engines in step 1, and this run has 1"):
+        start(OLDEST_FIRST, [FakeEngine()], sampling=LONG, follows=free.schedules).step(1)
+    other = start(OLDEST_FIRST, varied(), sampling=LONG, follows=[free.schedules[1]])
+    with pytest.raises(UserError, match="had other prompt groups open than this one has"):
+        other.step(1)
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

@@ -556,6 +556,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
         "rollout.placement=disaggregated",
         "rollout.max_staleness=2",
     ),
+    "schedules_are_of_free_runs": ("debug.follow_schedule=a",),
     "deterministic_runs_do_not_oversample": ("run.deterministic=true", "rollout.oversample_fraction=0.5"),
     "schedule_ends_with_the_run": ("optim.warmup_steps=99",),
     "budget_holds_a_sequence": ("pack.max_tokens_per_micro_batch=3",),
