@@ -784,9 +784,12 @@ def num_begun(run: Run, step: int) -> int:
     return sum(episode._environment is not None for group in carried for episode in group.unfinished)
 
 
+@pytest.mark.parametrize("rules", [PARTIAL, OLDEST_FIRST], ids=["partial", "oldest first"])
 @pytest.mark.parametrize("gives_up", [False, True])
-def test_episodes_go_on_in_later_steps_and_runs_and_leave_no_environment_open(gives_up: bool) -> None:
-    rules, world = replace(PARTIAL, in_order=True), world_of_echoes()
+def test_episodes_go_on_in_later_steps_and_runs_and_leave_no_environment_open(
+    gives_up: bool, rules: CollectionRules
+) -> None:
+    rules, world = replace(rules, in_order=True), world_of_echoes()
     run = start(rules, [FakeEngine(**talker())], sampling=LONG, world=world)
     whole = episodes_of(run, 1, 4)
     assert cast(Any, world.client).num_open == num_begun(run, 4) > 0
