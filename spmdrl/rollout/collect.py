@@ -306,8 +306,11 @@ class Collector:
         if isinstance(clock, RecordedClock):
             ticket_of = {position: ticket for ticket, position in enumerate(window.positions)}
             found = self._followed(step)
-            mine = {*(prompt_id for prompt_id, _ in found["opened"]), *map(prompt_id_of, before.carried)}
-            if mine != {*found["trained"], *found["left"]} or not {i for i, _ in found["opened"]} <= ticket_of.keys():
+            open_here = {*(prompt_id for prompt_id, _ in found["opened"]), *map(prompt_id_of, before.carried)}
+            if (
+                open_here != {*found["trained"], *found["left"]}
+                or not {i for i, _ in found["opened"]} <= ticket_of.keys()
+            ):
                 raise UserError(
                     f"debug.follow_schedule: step {step} of that run had other prompt groups open than this one has; "
                     "follow a run with the same settings that began with the same checkpoint, or remove it"
