@@ -4,7 +4,7 @@ The attribute docstrings of the tables are the configuration reference: `docs/co
 """
 
 # Rules hold once they are imported.
-from spmdrl.config import curriculum_rules, distill_rules, environment_rules, rules  # noqa: F401
+from spmdrl.config import curriculum_rules, distill_rules, environment_rules, rules, schedule_rules  # noqa: F401
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
 from spmdrl.config.answers import PairsConfig, PreferenceFile
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules

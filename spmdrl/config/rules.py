@@ -179,34 +179,6 @@ def overlong_tokens_are_below_the_limit(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
-def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
-    rollout = cfg.rollout
-    runs_ahead = rollout.placement == "disaggregated"
-    if cfg.correction.old == "rollout" and ((rollout.partial or runs_ahead) and rollout.max_staleness > 0):
-        why = "rollout.partial = true" if rollout.partial else f"rollout.max_staleness = {rollout.max_staleness}"
-        yield (
-            f'correction.old = "rollout" needs tokens that the weights before the update sampled, but with {why} '
-            'older weights sample some of them; set correction.old = "trainer"'
-        )
-
-
-@rule(Config)
-def older_tokens_need_a_correction(cfg: Config) -> Iterator[str]:
-    rollout, correction, loss = cfg.rollout, cfg.correction, cfg.loss
-    can_be_stale = rollout.partial or rollout.placement == "disaggregated"
-    corrects = correction.kind != "none" or correction.reject != "none" or correction.opsm_delta_nats is not None
-    learns_from_rewards = loss.formula is not None and cfg.advantage.estimator != "none"  # by a loss of ours
-    if not can_be_stale or rollout.max_staleness <= 1 or not learns_from_rewards:
-        return
-    if not corrects and not loss.compares_with_engine:
-        yield (
-            f"rollout.max_staleness = {rollout.max_staleness} trains on tokens that weights so many steps older "
-            'sampled, and nothing corrects for it; set correction.kind = "tis", "icepop" or "mis", correction.reject, '
-            'correction.opsm_delta_nats, or loss.kind = "dppo_tv" or "dppo_kl"; or lower max_staleness to 1'
-        )
-
-
-@rule(Config)
 def offloaded_policy_is_not_moved(cfg: Config) -> Iterator[str]:
     if cfg.model.cpu_offload and cfg.offload.trainer != "none":
         yield (
@@ -317,57 +289,6 @@ def watchdog_is_faster_than_patience(cfg: Config | TuningConfig) -> Iterator[str
             f"watchdog.timeout_s = {cfg.watchdog.timeout_s:g} is more than run.patience_minutes = "
             f"{cfg.run.patience_minutes}, which would end a stuck run first and without stacks; set it to "
             f"{cfg.run.patience_minutes * 60} or less, or raise patience_minutes"
-        )
-
-
-@rule(Config)
-def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
-    if cfg.run.deterministic and cfg.steps_ahead > 1:
-        yield (
-            f"rollout.max_staleness = {cfg.rollout.max_staleness} lets timing decide which weights sample a step, but "
-            "run.deterministic = true; set partial = true, max_staleness = 0 or 1, or deterministic = false"
-        )
-
-
-@rule(Config)
-def kept_cache_outlives_the_update(cfg: Config) -> Iterator[str]:
-    if cfg.rollout.cache_after_refit != "keep":
-        return
-    if cfg.run.deterministic:
-        yield (
-            'rollout.cache_after_refit = "keep" continues from keys and values that a resumed run computes again, with '
-            "other bits, but run.deterministic = true; remove cache_after_refit, or set deterministic = false"
-        )
-    if cfg.rollout.placement == "colocated" and "kv_cache" in cfg.offload.engine:
-        yield (
-            'offload.engine frees the cache from which rollout.cache_after_refit = "keep" continues; set it to [], or '
-            "remove cache_after_refit"
-        )
-
-
-@rule(Config)
-def schedules_are_of_free_runs(cfg: Config) -> Iterator[str]:
-    if cfg.debug.follow_schedule is None:
-        return
-    if cfg.run.deterministic:
-        yield (
-            "debug.follow_schedule repeats a run that went by the real clock, but run.deterministic = true needs no "
-            "schedule; remove follow_schedule, or set deterministic = false"
-        )
-    if not cfg.steps_open or cfg.environment is not None:
-        yield (
-            "debug.follow_schedule says when engines open prompts ahead and pause, which rollout.partial without "
-            "oversample_fraction does, and without [environment], whose answers take their own time; remove it"
-        )
-
-
-@rule(Config)
-def deterministic_runs_do_not_oversample(cfg: Config) -> Iterator[str]:
-    if cfg.run.deterministic and cfg.rollout.oversample_fraction:
-        yield (
-            f"rollout.oversample_fraction = {cfg.rollout.oversample_fraction:g} trains on the prompt groups that are "
-            "finished first, which depends on timing, but run.deterministic = true; set oversample_fraction = 0 (with "
-            "partial = true steps then train on the oldest), or deterministic = false"
         )
 
 
