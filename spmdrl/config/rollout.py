@@ -120,9 +120,9 @@ def max_staleness_needs_stale_rollouts(rollout: RolloutConfig) -> Iterator[str]:
 
 
 @rule(RolloutConfig)
-def cache_is_kept_for_what_goes_on(rollout: RolloutConfig) -> Iterator[str]:
+def cache_after_refit_needs_partial(rollout: RolloutConfig) -> Iterator[str]:
     if is_set(rollout, "cache_after_refit") and not rollout.partial:
-        yield "cache_after_refit has no meaning without partial = true, where no rollout goes on; remove it"
+        yield "cache_after_refit has no meaning without partial = true, where no rollout outlasts its step; remove it"
 
 
 @rule(RolloutConfig)

@@ -46,7 +46,7 @@ def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
-def kept_cache_outlives_the_update(cfg: Config) -> Iterator[str]:
+def cache_survives_the_update(cfg: Config) -> Iterator[str]:
     if cfg.rollout.cache_after_refit != "keep":
         return
     if cfg.run.deterministic:

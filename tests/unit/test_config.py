@@ -472,8 +472,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     ),
     "prompts_in_order_are_not_replaced": ("rollout.partial=true", "rollout.dynamic_sampling=true"),
     "max_staleness_needs_stale_rollouts": ("rollout.max_staleness=2",),
-    "cache_is_kept_for_what_goes_on": ("rollout.cache_after_refit=keep",),
-    "kept_cache_outlives_the_update": (
+    "cache_after_refit_needs_partial": ("rollout.cache_after_refit=keep",),
+    "cache_survives_the_update": (
         "rollout.partial=true",
         "rollout.cache_after_refit=keep",
         "run.deterministic=true",

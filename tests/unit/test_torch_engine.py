@@ -427,9 +427,9 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
     aging, old = PrefixCache(max_bytes=1000, max_age=2), row_of(2, 3, version=1)
     aging.store(old)
     assert aging.find(prefix(2, 3, 4, version=2)) is None, "a request of its own is served by older weights"
-    assert aging.find(prefix(2, 3, 4, version=3), goes_on=True) is old
+    assert aging.find(prefix(2, 3, 4, version=3), continues=True) is old
     aging.store(replace(old, prefix=prefix(2, 3, version=3)))  # it went on, and was aborted again
-    assert aging.find(prefix(2, 3, 4, version=4), goes_on=True) is None, "a row is older than it may be"
+    assert aging.find(prefix(2, 3, 4, version=4), continues=True) is None, "a row is older than it may be"
 
 
 class PauseAfter:

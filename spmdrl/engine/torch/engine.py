@@ -176,7 +176,7 @@ class TorchEngine(RolloutEngine):
         state = RequestState(index, request, self.version)
         self._adapter_refs.begin(state.version)
         self._refuse_other_frequencies(request)
-        state.cached = prefix_cache.find(state.prefix, goes_on=bool(request.response_ids))
+        state.cached = prefix_cache.find(state.prefix, continues=bool(request.response_ids))
         if state.cached is not None and changes_between(
             self.model.config, len(state.cached.prefix.token_ids), len(state.prefix.token_ids)
         ):

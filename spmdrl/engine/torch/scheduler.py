@@ -205,7 +205,7 @@ class PrefixCache:
     """The newest rows that fit into `max_bytes`; the prefix of an evicted one is prefilled again.
 
     A row that a request has followed stays, because an episode may have branches, but is the first to be evicted: most
-    have no other. A row that other weights have read serves no request but one that goes on with what they sampled.
+    have no other. A row that other weights have read serves no request but one that continues what they sampled.
 
     Its contents depend on the requests and on their order alone, so that a deterministic run repeats itself.
     """
@@ -228,15 +228,15 @@ class PrefixCache:
         self._rows.append(row)
         self._num_bytes += row.contents.num_bytes
 
-    def find(self, prefix: Prefix, *, goes_on: bool = False) -> CachedPrefix | None:
+    def find(self, prefix: Prefix, *, continues: bool = False) -> CachedPrefix | None:
         """Return the row that has read most of a prefix; None where no row has read its beginning.
 
-        With `goes_on` the prefix ends in a part of a response, which older weights may have sampled. Rows that are too
-        old are evicted: no later request is for their weights.
+        With `continues` the prefix ends in a part of a response, which older weights may have sampled. Rows that are
+        too old are evicted: no later request is for their weights.
         """
         for row in [row for row in self._rows if not 0 <= prefix.version - row.oldest_version <= self._max_age]:
             self._evict(row)
-        matching = (row for row in self._rows if row.prefix.begins(prefix, any_version=goes_on))
+        matching = (row for row in self._rows if row.prefix.begins(prefix, any_version=continues))
         found = max(matching, key=lambda row: len(row.prefix.token_ids), default=None)
         if found is not None:
             self._rows.remove(found)
