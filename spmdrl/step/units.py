@@ -59,10 +59,11 @@ def pack_over_places(infos: list[SequenceInfo], plan: Plan, *, num_places: int, 
     Padded micro-batches have a multiple of `multiple` tokens. Where the plan shares prefixes, the best of several ways
     to do so is taken, if it is worth it.
     """
-    units = [_unit(together, plan) for together in zip(*[iter(infos)] * plan.sequences_together, strict=True)]
-    plain = Packed(_bins(units, plan, num_places, multiple))
-    if not plan.shares_prefixes or not units:
+    together = [*zip(*[iter(infos)] * plan.sequences_together, strict=True)]
+    plain = Packed(_bins([_unit(some, plan, shares_prefixes=False) for some in together], plan, num_places, multiple))
+    if not plan.shares_prefixes or not infos:
         return plain
+    units = [_unit(some, plan, shares_prefixes=True) for some in together]
     budget = plan.max_tokens_per_micro_batch
     assert budget is not None, "a rule of [pack] asks for it"
     longest = max(unit.num_tokens for unit in units)
@@ -75,13 +76,29 @@ def pack_over_places(infos: list[SequenceInfo], plan: Plan, *, num_places: int, 
     return best if best.elapsed <= (1 - _MIN_SAVED) * plain.elapsed else plain
 
 
-def _unit(infos: tuple[SequenceInfo, ...], plan: Plan) -> Unit:
-    lengths = [info.num_tokens for info in infos]
-    return Unit(infos, sum(lengths), sum(_costs(lengths, plan)))
+def _unit(infos: tuple[SequenceInfo, ...], plan: Plan, *, shares_prefixes: bool) -> Unit:
+    """Make a unit of sequences that stay together in any case."""
+    unit, *others = [Unit((info,), info.num_tokens, _cost(info.num_tokens, plan)) for info in infos]
+    for other in others:
+        unit = _union(unit, other, _shared_tokens(unit, other) if shares_prefixes else 0, plan)
+    return unit
 
 
-def _costs(lengths: list[int], plan: Plan) -> list[int]:
-    return sequence_costs(lengths, linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token)
+def _union(one: Unit, other: Unit, shared: int, plan: Plan) -> Unit:
+    """Join two units, of which the second's first sequence has so many tokens in common with the first's last."""
+    cost = one.cost + other.cost - _cost(shared, plan)
+    return Unit(one.infos + other.infos, one.num_tokens + other.num_tokens - shared, cost)
+
+
+def _cost(num_tokens: int, plan: Plan) -> int:
+    (cost,) = sequence_costs([num_tokens], linear=plan.cost_per_token, quadratic=plan.cost_per_squared_token)
+    return cost
+
+
+def _shared_tokens(one: Unit, other: Unit) -> int:
+    """Count the tokens that the last sequence of one unit and the first of another begin with alike."""
+    hashes = zip(one.infos[-1].block_hashes, other.infos[0].block_hashes, strict=False)
+    return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], hashes))
 
 
 def _joined(units: list[Unit], plan: Plan, *, most: int) -> list[Unit]:
@@ -91,8 +108,7 @@ def _joined(units: list[Unit], plan: Plan, *, most: int) -> list[Unit]:
     one before it, in the order of prefixes, are counted once, and so is their attention.
     """
     in_order = sorted(units, key=lambda unit: (unit.infos[0].block_hashes, unit.infos[0].place))
-    blocks = [unit.infos[0].block_hashes for unit in in_order]
-    shared = [0, *(BLOCK_TOKENS * _num_alike(one, other) for one, other in itertools.pairwise(blocks))]
+    shared = [0, *itertools.starmap(_shared_tokens, itertools.pairwise(in_order))]
     runs = dict(enumerate(in_order))  # by the place of their first
     first_of = [*range(len(in_order))]  # of the last of each run, the place of its first
     last_of = [*range(len(in_order))]
@@ -100,18 +116,12 @@ def _joined(units: list[Unit], plan: Plan, *, most: int) -> list[Unit]:
         if not shared[place]:
             break
         first, last = first_of[place - 1], last_of[place]
-        one, other = runs[first], runs[place]
-        num_tokens = one.num_tokens + other.num_tokens - shared[place]
-        if num_tokens <= most:
-            (saved,) = _costs([shared[place]], plan)
-            runs[first] = Unit(one.infos + other.infos, num_tokens, one.cost + other.cost - saved)
+        union = _union(runs[first], runs[place], shared[place], plan)
+        if union.num_tokens <= most:
+            runs[first] = union
             del runs[place]
             first_of[last], last_of[first] = first, last
     return sorted(runs.values(), key=lambda unit: unit.infos[0].place)
-
-
-def _num_alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _bins(units: list[Unit], plan: Plan, num_places: int, multiple: int) -> list[list[list[Unit]]]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from spmdrl.algo.prefix_tree import prefix_tree
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.load import load_policy
+from spmdrl.model.tree_attention import tree_attention
 from spmdrl.step.batch import lay_end_to_end
 from tests.helpers.configs import model_config
 from tests.helpers.models import (
@@ -28,6 +30,7 @@ from tests.helpers.models import (
     save_qwen3_next,
 )
 from tests.helpers.sequences import random_sequences
+from tests.helpers.trees import sequences_of_trees
 
 SEQLENS = [1, 3, 3, 17, 40, 130]
 MODELS = [save_qwen3, save_llama, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5]
@@ -74,6 +77,34 @@ def test_forward_and_backward_equal_the_cpu(
     for one, other in zip(found, expected, strict=True):
         # A window of one token leaves nothing to choose from: gradients of queries and keys are 0 but for rounding.
         assert (one - other).norm() < 0.02 * other.norm() + 0.02 * one.numel() ** 0.5 * (window == 1)
+
+
+@pytest.mark.claim(
+    "Attention and models",
+    "Attention over prefix trees gives the outputs and gradients of the CPU: grouped heads, windows, sinks.",
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("kernel", ["varlen", "sdpa"])
+def test_trees_equal_the_cpu(kernel: Kernel, window: int | None, has_sinks: bool) -> None:
+    tree = prefix_tree([sequence.token_ids for sequence in sequences_of_trees(12)])
+    assert tree is not None
+    torch.manual_seed(0)
+    shapes = [(len(tree.tokens), heads, 64) for heads in (8, 2, 2)]
+    leaves = [torch.randn(shape).bfloat16().float() for shape in [*shapes, (8,)]]
+
+    def found(kernel: Kernel, device: str, dtype: torch.dtype) -> list[Tensor]:
+        own = [leaf.to(device, dtype, copy=True).requires_grad_() for leaf in leaves]
+        q, k, v, sinks = own
+        layer = AttentionLayer(index=0, scale=0.2, window=window, sinks=sinks if has_sinks else None)
+        out = tree_attention(tree, kernel, torch.device(device))(q, k, v, layer)
+        slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out.float() * slope.to(device)).sum().backward()
+        return [x.detach().float().cpu() for x in (out, *(leaf.grad for leaf in own if leaf.grad is not None))]
+
+    both = found(kernel, "cuda", torch.bfloat16), found("sdpa", "cpu", torch.float32)
+    for one, other in zip(*both, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.claim("Attention and models", "flash-attn 2 and 3 give the outputs and gradients of the CPU.")

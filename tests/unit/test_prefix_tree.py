@@ -20,7 +20,7 @@ from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
-from spmdrl.model.policy import Policy
+from spmdrl.model.policy import Critic, Policy, RewardModel
 from spmdrl.model.routes import Routers
 from spmdrl.model.tree_attention import tree_attention, tree_problems
 from spmdrl.model.trunk import attention_of, model_class
@@ -190,6 +190,19 @@ def test_a_model_gives_of_a_tree_what_it_gives_of_its_sequences(name: str, tmp_p
             assert apart <= bound, f"{name}, {key}: {apart:.1e} apart in {dtype}"
 
 
+def test_a_critic_and_a_reward_model_score_a_tree_as_its_sequences(tmp_path: Path) -> None:
+    sequences = sequences_of_trees(9, seed=3)
+    flat, tree = (lay_end_to_end(sequences, {}, shares_prefixes=shares) for shares in (False, True))
+    model = policy_of(models.save_qwen3(tmp_path), torch.float32).model
+    critic = Critic(model, kernel="sdpa", device=torch.device("cpu"))
+    torch.nn.init.normal_(critic.value_head.weight)
+    torch.testing.assert_close(critic(tree), critic(flat), rtol=1e-5, atol=1e-5)
+    model.score = critic.value_head
+    scorer = RewardModel(model, kernel="sdpa")
+    torch.testing.assert_close(scorer(tree), scorer(flat), rtol=1e-5, atol=1e-5)
+    assert scorer(tree).any()
+
+
 def test_images_are_shared_where_their_pixels_are(tmp_path: Path) -> None:
     path = vision_models.save_qwen3_vl(tmp_path)
     shown = [vision_models.picture(path, number) for number in range(3)]
@@ -275,6 +288,15 @@ def test_nothing_changes_where_little_would_be_saved() -> None:
     infos = infos_of_groups(4, 4, prompt=16, response=400)
     flat = packed(infos, num_places=2, shares_prefixes=False)
     assert packed(infos, num_places=2) == flat
+
+
+def test_pairs_share_their_prompts_and_stay_side_by_side() -> None:
+    infos = infos_of_groups(6, 2, prompt=64, response=16)
+    found = packed(infos, num_places=3, sequences_together=2, max_tokens_per_micro_batch=160)
+    assert found.shares_prefixes and found.costs == [[96, 96]] * 3
+    for of_place in found.infos:
+        for first, second in zip(*[iter(of_place)] * 2, strict=True):
+            assert first.index % 2 == 0 and second.index == first.index + 1
 
 
 def test_attention_is_counted_once_as_well() -> None:
