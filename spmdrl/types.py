@@ -160,6 +160,8 @@ class Response:
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # in order; their lengths add up to the response's
     routes: Routes | None = None  # where the request asked for them
+    # Tokens before it that the engine had read for other requests; it depends on what else was asked, and is not saved.
+    num_cached: int = dataclasses.field(default=0, compare=False)
 
     @property
     def oldest_version(self) -> int:
@@ -180,6 +182,7 @@ class Response:
             finish_reason=rest.finish_reason,
             spans=tuple(spans),
             routes=rest.routes if self.routes is None else self.routes.continued(rest.routes),
+            num_cached=self.num_cached,
         )
 
 

@@ -19,7 +19,7 @@ from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, RewardConfig
 from spmdrl.conversation import Observation
 from spmdrl.dist.collectives import sum_over
-from spmdrl.step.samples import episode_metrics
+from spmdrl.step.samples import cached_fraction, episode_metrics
 from spmdrl.types import (
     MicroBatch,
     RewardedRollout,
@@ -225,6 +225,7 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
         "reward/sampled_mean": Mean.of(r.outcome.reward for r in rewarded),
         "rollout/prompt_tokens": Mean.of(float(len(r.rollout.prompt.token_ids)) for r in rewarded),
         "rollout/truncated_fraction": Mean.of(float(r.rollout.is_truncated) for r in rewarded),
+        "speed/cached_fraction": cached_fraction(r.rollout for r in rewarded),
     }
     if baselines:
         metrics["rollout/greedy_reward_mean"] = Mean.of(outcome.reward for outcome in baselines.values())

@@ -49,6 +49,16 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     return metrics | _end_fractions(episodes, "episode") | _environments_own(observations, "environment/")
 
 
+def cached_fraction(rollouts: Iterable[Rollout]) -> Mean:
+    """The share of the tokens before responses that engines had in their caches, or read once for a whole group."""
+    cached = read = 0
+    for trajectory in (trajectory for rollout in rollouts for trajectory in rollout.trajectories):
+        for turn, start in zip(trajectory.turns, trajectory.starts, strict=False):
+            cached += turn.response.num_cached
+            read += start + len(turn.context_ids)
+    return Mean(float(cached), float(read))
+
+
 def held_out_episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Metrics of the episodes of an evaluation; none where no rollout had an environment."""
     episodes = [rollout for rollout in rollouts if _had_environment(rollout)]

@@ -338,6 +338,7 @@ def test_branches_follow_the_same_row_one_after_the_other(model, monkeypatch: py
     for place, response in engine.generate(source()):
         done[place] = response
     assert sum(read) == len(first.prompt_ids) + 3 * 2, "the last token of the first response, and a branch's own"
+    assert [done[place].num_cached for place in range(4)] == [0, *[len(first.prompt_ids) + 3] * 3]
     for branch in range(3):
         request = replace(first, prompt_ids=first.prompt_ids + done[0].token_ids + (3 + branch,))
         expected = plain_logprobs(model, request, done[1 + branch])

@@ -429,6 +429,7 @@ def _response(answer: Mapping[str, Any], version: int | None) -> Response:
         logprobs=tuple(logprob for logprob, *_ in logprobs),
         finish_reason=reason,
         spans=tuple(_spans(about) if version is None else _whole_span(version, len(answer["output_ids"]))),
+        num_cached=about.get("cached_tokens", 0),
     )
 
 

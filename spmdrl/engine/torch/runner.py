@@ -151,6 +151,7 @@ class ModelRunner:
         )
         by_prefix: list[list[RequestState]] = [[] for _ in prefixes]
         for state, number in zip(admitted, sequences, strict=True):
+            state.num_cached = seqlens[number] if by_prefix[number] else 0
             by_prefix[number].append(state)
         self._record(by_prefix, seqlens)
         logits = self._head(hidden[cu_seqlens[1:] - 1])
@@ -174,6 +175,7 @@ class ModelRunner:
         for state in admitted:
             assert state.cached is not None
             state.routes += () if state.cached.routes is None else (state.cached.routes,)
+            state.num_cached = len(state.cached.prefix.token_ids)
             state.cached = None  # its row has it now
         device = self._model.device
         token_ids = torch.tensor([token for one in uncached for token in one], device=device)

@@ -67,6 +67,7 @@ class RequestState:
     request: Request
     version: int  # of the weights that sample it
     cached: CachedPrefix | None = None  # the row that an earlier request has left, until it is copied into this one's
+    num_cached: int = 0  # tokens of its prefix that another request's row has read, or reads in the same prefill
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[Tensor] = field(default_factory=list)  # of the tokens that its row has read, in order: [n, L, k] each
@@ -113,6 +114,7 @@ class RequestState:
             finish_reason=self.finish_reason or "abort",
             spans=(Span(self.version, len(self.token_ids)),) if self.token_ids else (),
             routes=self._reported_routes(),
+            num_cached=self.num_cached,
         )
 
     def _reported_routes(self) -> Routes | None:
