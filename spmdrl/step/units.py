@@ -85,7 +85,7 @@ def _unit(infos: tuple[SequenceInfo, ...], plan: Plan, *, shares_prefixes: bool)
 
 
 def _union(one: Unit, other: Unit, shared: int, plan: Plan) -> Unit:
-    """Join two units, of which the second's first sequence has so many tokens in common with the first's last."""
+    """Join two units; the last sequence of one and the first of the other have `shared` tokens in common."""
     cost = one.cost + other.cost - _cost(shared, plan)
     return Unit(one.infos + other.infos, one.num_tokens + other.num_tokens - shared, cost)
 
