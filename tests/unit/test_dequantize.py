@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from spmdrl.model.load import load_model_config, load_plain
-from spmdrl.model.weight_files import stored_weights
+from spmdrl.model.weight_files import stored_weights, weight_file_problems
 from spmdrl.tools.dequantize import main
 from tests.helpers.configs import model_config
 from tests.helpers.few_bits import in_fp8, published, save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
@@ -73,3 +73,12 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path: Path, save: Cal
         for start in (0, 3):
             part = tuple(slice(min(start, size - 1), max(1, size - 5)) for size in shape)
             assert torch.equal(weight[part], whole[part]), name
+
+
+def test_a_weight_without_its_scales_is_named_before_the_run(tmp_path: Path) -> None:
+    path = save_deepseek_in_fp8(tmp_path)
+    assert not list(weight_file_problems(path))
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file, {"format": "pt"})
+    (sentence,) = weight_file_problems(path)
+    assert sentence == f'model.path = "{path}": there are no scales {name} for a weight of few bits'
