@@ -6,7 +6,7 @@ and their weights [T, k], and returns [T, D].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,6 +89,26 @@ def _apply_experts(tokens: Tensor, expert_ids: Tensor, compute: Experts) -> Tens
         empty_row = tokens.sum(0, keepdim=True)
         return _apply_experts(empty_row, expert_ids.new_zeros(1), compute)[:0]
     return compute(tokens, expert_ids.unsqueeze(1), tokens.new_ones(tokens.shape[0], 1))
+
+
+class _Joining(nn.Module):
+    """Experts beside which a router has some that compute nothing (LongCat Flash). Where these take all tokens of a
+    rank, its weights still join the backward pass, with gradients of 0: ranks sum the same gradients or none."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        found: Tensor = super().forward(*arguments, **options)
+        return found + (self.gate_up_proj[:0].sum() + self.down_proj[:0].sum()).to(found.dtype)
+
+
+def joining_experts(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    """Yield a model's experts that may be left without any token, and their new class."""
+    for module in model.modules():
+        if getattr(module, "zero_expert_num", 0) and hasattr(module, "gate_up_proj"):
+            kind = type(module)
+            yield module, type(kind.__name__, (_Joining, kind), {})
 
 
 class _AllToAll(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import nn
 
 from spmdrl.config.model import QuantizedBase
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.model.experts import joining_experts
 from spmdrl.model.lora.quantized import quantized_layers
 from spmdrl.model.operators import Operators
 from spmdrl.model.recurrent import packed_layers
@@ -53,6 +54,7 @@ def _quantized(model: Any, target: _Target) -> Replaced:
 # The classes that a layer may get, and by whom. Linear layers that are split are no longer plain ones, so the operators
 # leave them alone; those in few bits take the place of the operators', whose product they compute.
 REPLACEMENTS: tuple[Callable[[Any, _Target], Replaced], ...] = (
+    lambda model, _: joining_experts(model),  # experts.py: experts that may be left without any token
     lambda model, _: layers_by_length(model),  # rotary.py: rotary embeddings of each sequence's own length
     _recurrent,  # recurrent.py, mamba2.py, short_conv.py: layers whose state starts with every sequence
     _split,  # split.py, tensor_parallel.py, experts.py: parts of layers, by parallel.tp and parallel.ep

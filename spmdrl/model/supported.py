@@ -39,11 +39,6 @@ def refusal_of_config(config: Any) -> str | None:
         )
         more = "hears sounds" if _hears(config) else "is a model of more than text"
         return f"{config.model_type} {more}, and can be trained here only on text; {way_out}"
-    if number := getattr(text, "zero_expert_num", None):
-        return (
-            f"{config.model_type} has zero_expert_num = {number} experts that compute nothing, with which training on "
-            "two ranks ended in a crash; train a model without them"
-        )
     if (cap := getattr(text, _CAP, None)) and not family_of(config).caps_scores:
         return f"{config.model_type} with {_CAP} = {cap} is not supported"
     try:

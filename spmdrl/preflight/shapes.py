@@ -157,10 +157,13 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     hidden, heads = config.hidden_size, config.num_attention_heads
     cached = cached_heads(config)
     head_width = max(size for _, size in cached.values())
-    widths = (getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size"))
+    widths = (
+        getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size", "ffn_hidden_size")
+    )
     mlp_width = next(filter(None, widths), 4 * hidden)
     num_chosen = experts_per_token(config) if expert_names(shapes) else 0
-    expert_width = getattr(config, "moe_intermediate_size", None) or mlp_width
+    of_experts = (getattr(config, name, None) for name in ("moe_intermediate_size", "expert_ffn_hidden_size"))
+    expert_width = next(filter(None, of_experts), mlp_width)
     conv_elements, state_elements = remembered_elements(config)
     first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
     return Decoder(

@@ -260,6 +260,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "laguna": _ALL_NAMES | SLIDING,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8, "head_dim": 8},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "head_dim": 8},
+    # Experts of which half compute nothing, and two attentions in a layer.
+    "longcat_flash": _LATENT
+    | {"num_hidden_layers": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "n_routed_experts": 4}
+    | {"zero_expert_num": 4, "moe_topk": 2},
     "mimo_v2_flash": _ALL_NAMES | SLIDING | {"head_dim": 24, "v_head_dim": 16},
     "minicpm3": _LATENT | {"dim_model_base": 16},
     "minimax_m2": EXPERTS | {"num_local_experts": 5},

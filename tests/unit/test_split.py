@@ -20,10 +20,12 @@ from transformers import (
 from transformers.distributed.mixin import DistributedMixin
 
 from spmdrl.config import ParallelConfig
+from spmdrl.model.experts import joining_experts
+from spmdrl.model.layers import set_classes
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.split import split_problems
 from tests.helpers.configs import model_config
-from tests.helpers.models import needs_expert_plans, save_qwen3
+from tests.helpers.models import config_of, needs_expert_plans, save_qwen3
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -125,3 +127,17 @@ def test_linear_layers_that_compute_otherwise_are_not_split() -> None:
     model.model.layers[1].mlp.up_proj.__class__ = Scaled
     (sentence,) = split_problems(model, tp=2, ep=1)
     assert '"colwise" for model.layers.*.mlp.up_proj' in sentence
+
+
+def test_experts_that_no_token_takes_have_gradients_of_zero() -> None:
+    """As a rank needs them, whose tokens all go to experts that compute nothing."""
+    model = AutoModelForCausalLM.from_config(config_of("longcat_flash"))
+    (first, *_) = made = [module for module, _ in joining_experts(model)]
+    assert len(made) == 2
+    set_classes(joining_experts(model))
+    tokens, nothing = torch.randn(3, 32), torch.tensor([[4, 5], [6, 7], [5, 4]])
+    found = first(tokens, nothing, torch.full((3, 2), 0.5))
+    torch.testing.assert_close(found, tokens)
+    found.sum().backward()
+    for weight in (first.gate_up_proj, first.down_proj):
+        assert weight.grad is not None and not weight.grad.any()
