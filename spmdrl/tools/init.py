@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     say(
         f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n"
-        f"    spmdrl train {shown(out)}\n\nand compare what is computed of such a model with transformers' own, in a minute, with\n\n"
+        f"    spmdrl train {shown(out)}\n\n"
+        "and compare what is computed of such a model with transformers' own, in a minute, with\n\n"
         f"    spmdrl model {shown(choices.model)}\n"
     )
     return 0
