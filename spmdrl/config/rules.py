@@ -136,6 +136,11 @@ def the_engine_is_compared_with_once(cfg: Config) -> Iterator[str]:
             f'loss.kind = "{cfg.loss.kind}" takes its ratio to what the engine says, so that correction.kind = '
             f'"{cfg.correction.kind}" would count the mismatch twice; remove correction.kind'
         )
+    if cfg.loss.compares_with_engine and cfg.debug.assert_on_policy:
+        yield (
+            f'loss.kind = "{cfg.loss.kind}" takes its ratio to what the engine says, and debug.assert_on_policy = true '
+            "asserts that the trainer's ratio to itself is 1; remove assert_on_policy"
+        )
 
 
 @rule(Config)

@@ -121,6 +121,21 @@ def test_the_table_knows_each_function(name: str) -> None:
     assert (kind.prioritise is not None) is ("chosen" in kind.needs) is ("cov_fraction" in kind.choice)
 
 
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_a_trust_region_bounds_probabilities_not_ratios(kind: str) -> None:
+    """A rare token may become ten times as likely; a likely one may not lose much; back to the engine it always may."""
+    sampled = torch.tensor([1e-4, 0.99, 0.2, 0.9, 1.0, 0.5])
+    now = torch.tensor([1e-3, 0.70, 0.9, 0.2, 1.0, 1.0])
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0])
+    logprobs = now.log().requires_grad_()
+    function, mask = POLICY_LOSSES[kind].function, torch.ones(6, dtype=torch.bool)
+    loss = function(logprobs, sampled.log(), advantages, mask, **POLICY_LOSSES[kind].settings)
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
+    assert loss.clipped.tolist() == [False, True, False, False, False, True]
+    torch.testing.assert_close(gradient, torch.where(loss.clipped, 0.0, -advantages * now / sampled))
+    torch.testing.assert_close(loss.ratio, now / sampled)
+
+
 @pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
 @pytest.mark.parametrize("cuts", [[], [7], [0, 1, 60, 400]])
 def test_the_choice_over_parts_is_that_over_the_whole(kind: str, cuts: list[int]) -> None:

@@ -63,6 +63,8 @@ def test_an_engine_of_the_users_is_checked_like_the_others(folder: Path) -> None
     assert refused == f'rollout.memory_fraction has no meaning for rollout.engine = "{engine}"; remove it'
     (refused,) = problems(config(folder, engine, "rollout.placement=disaggregated", "rollout.num_ranks=1"))
     assert 'placement = "disaggregated" does not work with' in refused
+    (refused,) = problems(config(folder, engine, "correction.router_replay=R3"))
+    assert f'rollout.engine = "{engine}" reports no routes; set it to "R2"' in refused
 
 
 def test_what_names_no_engine_is_refused(folder: Path) -> None:
