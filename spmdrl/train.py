@@ -28,7 +28,7 @@ from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
-from spmdrl.config.plan import staleness_lines
+from spmdrl.config.plan import router_lines
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.registry import start_engine
 from spmdrl.envs.client import open_environments
@@ -93,7 +93,7 @@ def train(run: Launch[Config]) -> None:
         complete=scorers.complete,
     )
 
-    steps.announce(staleness_lines(cfg, has_routes=routes_refusal(policy.model) is None))
+    steps.announce(router_lines(cfg, has_routes=routes_refusal(policy.model) is None))
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
     with steps.until_stopped():
         for step in steps:
@@ -150,7 +150,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
         *teacher_lines(cfg),
-        *staleness_lines(cfg, has_routes=routes_refusal(model_without_memory(inputs.model_config, cfg.model)) is None),
+        *router_lines(cfg, has_routes=routes_refusal(model_without_memory(inputs.model_config, cfg.model)) is None),
         f"{len(inputs.held_out)} held-out prompts",
         *(f"true_on_policy: {switch}" for switch in _switches(cfg)),
     ]

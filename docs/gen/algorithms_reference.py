@@ -105,6 +105,11 @@ _CONTRADICTION_TABLE = (
         "PPO's clip would bound the staleness, not the update",
         "refused",
     ),
+    (
+        "`max_staleness` above 1 and nothing in the loss that knows of it",
+        "tokens of older weights would count as the policy's own",
+        "refused; the table above says what knows of it",
+    ),
     ("`kl_importance_ratio` and k2, or `kl_coef = 0`", "k2 is biased before it is weighed", "refused"),
     ("`max_rl` and rewards below 0, or what lowers them", "it divides by the mean reward", "refused"),
     (

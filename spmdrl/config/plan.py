@@ -260,25 +260,18 @@ def needs_old_logprobs(
     return num_updates > 1 or needs_global_stats(correction) or penalizes_divergence or bool(loss.choice)
 
 
-def staleness_lines(cfg: Config, *, has_routes: bool) -> Iterator[str]:
-    """Yield a line for each setting that is unusual for the staleness of the run's tokens.
+def router_lines(cfg: Config, *, has_routes: bool) -> Iterator[str]:
+    """Yield a line where `correction.router_replay` is unusual for how far the run's tokens are from the policy.
 
     `has_routes`: the policy is a mixture of experts whose routes can be replayed.
     """
-    correction, staleness = cfg.correction, cfg.staleness
-    weighs = correction.kind != "none" or correction.opsm_delta_nats is not None or cfg.loss.compares_with_engine
-    if staleness > 1 and not weighs:
-        yield (
-            f"rollout.max_staleness = {staleness}, and the loss takes tokens of older weights for the policy's own; "
-            'set correction.kind to "tis", "icepop" or "mis", or loss.kind to "dppo_tv" or "dppo_kl"'
-        )
-    if staleness:
-        usual, run = "R3", f"rollout.max_staleness = {staleness}"
+    if cfg.staleness:
+        usual, run = "R3", f"rollout.max_staleness = {cfg.staleness}"
     else:
         usual = "R2" if cfg.loss.updates_per_step > 1 else "none"
         run = f"loss.updates_per_step = {cfg.loss.updates_per_step} and tokens of the newest weights"
-    if has_routes and correction.router_replay != usual:
+    if has_routes and cfg.correction.router_replay != usual:
         yield (
-            f'correction.router_replay = "{correction.router_replay}", but with {run} a mixture of experts usually '
+            f'correction.router_replay = "{cfg.correction.router_replay}", but with {run} a mixture of experts usually '
             f'takes "{usual}" (docs/agreement.md)'
         )

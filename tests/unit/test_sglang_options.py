@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -32,11 +33,12 @@ from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import hybrid_problems, rotary_problems
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
+from spmdrl.engine.sglang.routes import RouteReader, route_problems
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
 from tests.helpers.few_bits import save_gpt_oss_in_mxfp4
-from tests.helpers.models import GATED_DELTA_NET, SIZES, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.models import GATED_DELTA_NET, SIZES, config_of, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -247,6 +249,22 @@ def test_sglang_takes_adapters_of_experts_as_merged_weights(tmp_path: Path) -> N
     assert said.endswith("q_proj, k_proj, v_proj, o_proj")
     assert problems("lora.merge=true") == []
     assert problems('lora.targets=["q_proj", "v_proj"]') == []
+
+
+def test_routes_are_asked_for_where_they_are_replayed(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[0])
+    model = f"model.path={path}"
+    plain, replaying = (config(tmp_path, model, f"correction.router_replay={kind}") for kind in ("none", "R3"))
+    moe, images = load_model_config(plain.model), Qwen3_5Config()
+    without, options = started(plain, "cuda", moe), started(replaying, "cuda", moe)
+    assert without.routes is None and not without.arguments["enable_return_routed_experts"]
+    assert options.arguments["enable_return_routed_experts"]
+    assert options.routes == RouteReader(num_layers=2, expert_layers=(1,), num_chosen=2)
+    assert list(route_problems(replaying, moe)) == list(route_problems(plain, images)) == []
+    (said,) = route_problems(replaying, images)
+    assert 'router_replay = "R3" was not tried with images' in said
+    (said,) = route_problems(replaying, config_of("olmo2"))
+    assert "SGLang reports no routes of a olmo2" in said
 
 
 def hybrid(**changes: Any) -> Qwen3_5TextConfig:

@@ -31,7 +31,7 @@ from spmdrl.engine.sglang.models import (
     rotary_problems,
 )
 from spmdrl.engine.sglang.orphans import check_orphans
-from spmdrl.engine.sglang.routes import RouteReader
+from spmdrl.engine.sglang.routes import RouteReader, route_problems
 from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.families import family_of
@@ -135,6 +135,7 @@ def sglang_problems(
     yield from adapter_problems(cfg, model_config, device_type=device_type)
     yield from hybrid_problems(cfg, model_config, device_type=device_type)
     yield from image_problems(cfg, model_config)
+    yield from route_problems(cfg, model_config)
     yield from rotary_problems(cfg.model.path, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from spmdrl.config import Config
+from spmdrl.families import vision_family
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.routes import expert_layers
 from spmdrl.types import Request, Response, Routes
+
+
+def route_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    """Yield a sentence where SGLang's routes of a model were not tried."""
+    if cfg.correction.router_replay != "R3":
+        return
+    instead = 'set router_replay to "R2", which needs several updates a step, or rollout.engine = "torch"'
+    if vision_family(model_config) is not None:
+        yield f'correction.router_replay = "R3" was not tried with images in SGLang; {instead}'
+    elif not hasattr(model_config.get_text_config(), "num_experts_per_tok"):
+        yield f'correction.router_replay = "R3": SGLang reports no routes of a {model_config.model_type}; {instead}'
 
 
 @dataclass(frozen=True, slots=True)
