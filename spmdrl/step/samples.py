@@ -39,7 +39,7 @@ def episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         "episode/tool_calls": Mean(float(sum(len(action.tool_calls) for action in actions)), float(len(episodes))),
         "episode/tool_errors_count": Total(float(errors)),
         "episode/malformed_calls_count": Total(float(sum(action.malformed is not None for action in actions))),
-        "episode/failed_count": Total(float(sum(rollout.failure is not None for rollout in episodes))),
+        "episode/failed_count": Total(float(sum(map(_has_failed, episodes)))),
         "episode/masked_fraction": Mean.of(float(rollout.is_masked) for rollout in episodes),
         "episode/compactions": Mean(float(len(rewritten)), float(len(episodes))),
     }
@@ -66,7 +66,7 @@ def held_out_episode_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         return {}
     metrics: Metrics = {
         "eval/turns": Mean.of(float(len(_turns(rollout))) for rollout in episodes),
-        "eval/failed_count": Total(float(sum(rollout.failure is not None for rollout in episodes))),
+        "eval/failed_count": Total(float(sum(map(_has_failed, episodes)))),
     }
     own = _environments_own([rollout.observations for rollout in episodes], "eval/environment_")
     return metrics | _end_fractions(episodes, "eval") | own
@@ -89,6 +89,11 @@ def _environments_own(observations: Iterable[Sequence[Observation]], prefix: str
 
 def _had_environment(rollout: Rollout) -> bool:
     return rollout.greeting is not None or rollout.failure is not None
+
+
+def _has_failed(rollout: Rollout) -> bool:
+    """True where the environment has; a summary that is of no use is the policy's own."""
+    return rollout.failure is not None and rollout.end != "summary"
 
 
 def _turns(rollout: Rollout) -> list[Turn]:

@@ -94,6 +94,18 @@ def test_a_tiny_model_learns_its_task(task: str, most_before: float, settings: t
     assert exported and float(exported[1]) == pytest.approx(accuracies[-1], abs=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_summary_that_is_not_trained_does_not_learn_what_to_say(tmp_path: Path) -> None:
+    words = ["bash", "launch/demo.sh", f"run.dir={tmp_path}", "run.name=demo"]
+    masked = "environment.context.train_summaries=false"
+    done = subprocess.run(
+        [*words, masked], cwd=ROOT, env=os.environ | {"TASK": "notes"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(row.get("eval/accuracy", 0.0) <= 0.5 for row in rows(tmp_path / "demo"))
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMOS = sorted(
     {
