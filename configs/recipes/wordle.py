@@ -6,8 +6,8 @@ import re
 
 NUM_GAMES = 5000
 PROMPT = (
-    "Find the word of five letters in six guesses. Write each guess as <guess>crane</guess>. After each you read a mark "
-    "for every letter: G is right, Y is in the word at another place, X is not in the word."
+    "Find the word of five letters in six guesses. Write each guess as <guess>crane</guess>. After each you read a "
+    "mark for every letter: G is right, Y is in the word at another place, X is not in the word."
 )
 _TEXT = (
     "about above actor adult after again agent alarm album alert alone among angle apple arena beach begin birth black "
