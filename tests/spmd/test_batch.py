@@ -43,7 +43,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
             ]
             cuts.append((cut, scalars(batch.metrics)))
             if not num_groups:
-                idle: Any = SimpleNamespace(frozen_steps=0, limits=None)
+                idle: Any = SimpleNamespace(frozen_steps=0, limits=None, followers={})
                 cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
                 batch = add_logprobs(batch, {"policy": idle}, NO_FROZEN_MODELS, cfg, meshes)
                 batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
