@@ -244,12 +244,11 @@ class Account:
         }
 
 
-def simulate(gpus: int, *, staleness: int, apart: bool, steps: int, warmup: int) -> Account:
+def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int, warmup: int) -> Account:
     """Let the scheduler of a run collect some steps on all GPUs in turns, or `apart` on half of them."""
     training = round(gpus * TRAINING_SHARE) if apart else gpus
     sampling = gpus - training if apart else gpus
     count = max(1, sampling // GPUS_PER_ENGINE)
-    groups = GROUPS_PER_ENGINE * gpus // GPUS_PER_ENGINE
     ahead = min(1, staleness) if apart else 0
     rules = CollectionRules(
         groups_per_step=groups,
@@ -325,9 +324,8 @@ def simulate(gpus: int, *, staleness: int, apart: bool, steps: int, warmup: int)
     return found
 
 
-def discard(gpus: int, *, staleness: int, steps: int, warmup: int) -> Account:
+def discard(gpus: int, *, groups: int, staleness: int, steps: int, warmup: int) -> Account:
     """Train on what is finished first, and throw away what has become too stale: the rule that is compared with."""
-    groups = GROUPS_PER_ENGINE * gpus // GPUS_PER_ENGINE
     limit, training = groups * (staleness + 1), round(gpus * TRAINING_SHARE)
     most = round((gpus - training) / GPUS_PER_ENGINE * MAX_ROWS) // GROUP_SIZE  # groups that run together
     found = Account(0.0, [], [], [], [], 0.0)
@@ -365,9 +363,9 @@ def discard(gpus: int, *, staleness: int, steps: int, warmup: int) -> Account:
     return found
 
 
-def rows_of(gpus: int, limits: Sequence[int], *, steps: int, warmup: int) -> Iterator[dict[str, Any]]:
-    """Simulate every schedule on a machine."""
-    options = {"steps": steps, "warmup": warmup}
+def rows_of(gpus: int, groups: int, limits: Sequence[int], *, steps: int, warmup: int) -> Iterator[dict[str, Any]]:
+    """Simulate every schedule on a machine; `groups` of a step for each 8 GPUs."""
+    options = {"groups": groups * gpus // GPUS_PER_ENGINE, "steps": steps, "warmup": warmup}
     in_step = simulate(gpus, staleness=0, apart=False, **options).row("in step", gpus, 0)
     yield in_step | {"ratio": 1.0}
     for limit in limits:
@@ -385,6 +383,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 256, 1024])
     parser.add_argument("--staleness", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--groups", type=int, default=GROUPS_PER_ENGINE, help="of a step, for each 8 GPUs")
     parser.add_argument("--steps", type=int, default=14, help="of which the first do not count")
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--result", type=Path, help="a file for the result")
@@ -392,11 +391,11 @@ def main() -> int:
     before = provenance()
     rows = []
     for gpus in args.gpus:
-        for row in rows_of(gpus, args.staleness, steps=args.steps, warmup=args.warmup):
+        for row in rows_of(gpus, args.groups, args.staleness, steps=args.steps, warmup=args.warmup):
             rows.append(row)
             numbers = {name: value for name, value in row.items() if isinstance(value, float)}
             print(row["gpus"], row["schedule"], row["max_staleness"], numbers, file=sys.stderr)
-    content = {**before, "simulated": True, "rows": rows}
+    content = {**before, "simulated": True, "groups_per_8_gpus": args.groups, "rows": rows}
     if args.result is not None:
         write_result(args.result, content)
     print(json.dumps(content))

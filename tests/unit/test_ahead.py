@@ -13,12 +13,12 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import ahead
 
-STEPS = {"steps": 7, "warmup": 3}
+STEPS = {"groups": 32, "steps": 7, "warmup": 3}
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GROUP_SIZE", 4), ("GROUPS_PER_ENGINE", 8), ("MEDIAN_TOKENS", 60.0), ("MAX_TOKENS", 480)):
+    for name, value in (("GROUP_SIZE", 4), ("MEDIAN_TOKENS", 60.0), ("MAX_TOKENS", 480)):
         monkeypatch.setattr(ahead, name, value)
     monkeypatch.setattr(ahead, "REWARD_S", 0.1)
     monkeypatch.setattr(ahead, "LATE_FRACTION", 0.0)
@@ -41,6 +41,6 @@ def test_ahead_nothing_is_lost_or_preferred_and_no_limit_is_passed() -> None:
 
 
 def test_discarding_trains_on_shorter_responses_than_were_sampled() -> None:
-    found = ahead.discard(32, staleness=1, steps=20, warmup=5)
+    found = ahead.discard(32, groups=32, staleness=1, steps=20, warmup=5)
     row = found.row("", 32, 1)
     assert row["thrown_away_fraction"] > 0.05 and row["length_bias"] < -0.02

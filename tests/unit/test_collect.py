@@ -711,9 +711,13 @@ def test_a_checkpoint_without_a_collector_goes_on_where_the_step_says() -> None:
         assert min(prompt_ids(run.steps(6, 6)[0][0])) == 40
 
 
-@pytest.mark.parametrize("rules", [PLAIN, DYNAMIC, PARTIAL], ids=["plain", "dynamic", "partial"])
+@pytest.mark.parametrize(
+    "rules", [PLAIN, DYNAMIC, PARTIAL, OLDEST_FIRST], ids=["plain", "dynamic", "partial", "oldest"]
+)
 def test_a_rank_that_fails_ends_the_step_of_all(rules: CollectionRules) -> None:
-    run = start(rules, fast_and_slow(), prompts=[FakePrompts(broken=3), FakePrompts(broken=3)])
+    """With the oldest first, by the virtual clock, for which one engine waits when the other fails."""
+    broken = [FakePrompts(broken=3), FakePrompts(broken=3)]
+    run = start(rules, fast_and_slow(), prompts=broken, shared=rules is not OLDEST_FIRST)
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(collector.collect, 1) for collector in run.collectors]:
             with pytest.raises(UserError, match="prompt 3 is broken"):
