@@ -20,7 +20,7 @@ from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.shapes import forward_flops, tower_of
 from tests.helpers.configs import minimal_config
 from tests.helpers.live import Watch
-from tests.helpers.models import save_gemma3
+from tests.helpers.models import config_of, save_gemma3
 from tests.helpers.vision_models import picture, save_gemma3_vl, save_qwen2_5_vl, save_qwen3_5_vl, save_qwen3_vl
 
 TOWER = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -123,3 +123,13 @@ def test_what_a_tower_does_not_allow_is_refused(tmp_path: Path) -> None:
     exact = minimal_config().model_copy(update={"true_on_policy": True})
     assert "the tower of gemma3 does not compute the same bits" in next(vision_problems(exact, config))
     assert not list(vision_problems(exact, AutoConfig.from_pretrained(save_gemma3(tmp_path / "text"))))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h", "mixtral"])
+def test_only_the_experts_that_a_token_goes_to_count(name: str) -> None:
+    """Whatever a config calls their number."""
+    found = []
+    for number in (4, 16):
+        config = config_of(name, n_routed_experts=number, num_local_experts=number)
+        found.append(forward_flops(config, Model.read(config, ModelConfig(path="model")).shapes)[0])
+    assert found[0] < found[1] < 1.1 * found[0]  # more by the router alone
