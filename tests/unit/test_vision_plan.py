@@ -130,6 +130,6 @@ def test_only_the_experts_that_a_token_goes_to_count(name: str) -> None:
     """Whatever a config calls their number."""
     found = []
     for number in (4, 16):
-        config = config_of(name, n_routed_experts=number, num_local_experts=number)
+        config = config_of(name, n_routed_experts=number, num_local_experts=number, num_experts=number)
         found.append(forward_flops(config, Model.read(config, ModelConfig(path="model")).shapes)[0])
     assert found[0] < found[1] < 1.1 * found[0]  # more by the router alone
