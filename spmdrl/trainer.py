@@ -33,7 +33,7 @@ from spmdrl.engine.registry import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.learn.update import Accumulated, forward_backward, optimizer_step
+from spmdrl.learn.update import Accumulated, follow, forward_backward, optimizer_step
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.sharding import reshard
 from spmdrl.preflight.hub import located
@@ -48,7 +48,7 @@ from spmdrl.step.correction import correct, select_by_covariance
 from spmdrl.step.handover import start_handover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_logprobs
-from spmdrl.step.rewards import failure_lines, limit_failures, rollout_metrics, shape_rewards
+from spmdrl.step.rewards import failure_lines, limit_failures, shape_rewards, step_metrics
 from spmdrl.step.samples import gather_samples
 from spmdrl.step.scores import Scorers
 from spmdrl.step.steps import Steps
@@ -106,6 +106,11 @@ def _loop_problems(cfg: Config) -> Iterator[str]:
             f'advantage.estimator = "{cfg.advantage.estimator}" trains a critic, which a loop of one\'s own has not; '
             "set another estimator"
         )
+    if cfg.correction.router_replay == "R2":
+        yield (
+            'correction.router_replay = "R2" replays the pass before all updates of a step, which a loop of one\'s own '
+            'decides; set it to "R3" or "none"'
+        )
     if cfg.debug.save_rollouts or cfg.debug.load_rollouts is not None:
         yield "[debug] records or reads the rollouts of the run's own loop, not those of a script; remove it"
 
@@ -134,7 +139,9 @@ class Loop:
         with report.span("load"):
             policy = run.load_policy()
             self._frozen = FrozenModels.of(run, policy)
-            self._learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype)
+            self._learners = start_learners(
+                policy, cfg, plan, meshes, dtype=run.dtype, followers=self._frozen.followers
+            )
             self._scorers = Scorers(run)
         self._saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, self._learners, meshes)))
         checkpoint.restore(run.resume_point.folder, self._learners, meshes.training, step=run.resume_point.step)
@@ -194,7 +201,7 @@ class Loop:
         run.watch.note_all(failure_lines(self._now.number, rewarded), show=run.report.message)
         limit_failures(rewarded, cfg.reward, run.meshes.training, step=self._now.number)
         self._now.sampled = rewarded
-        self._now.metrics += [collected.metrics, rollout_metrics(rewarded)]
+        self._now.metrics += [collected.metrics, step_metrics(rewarded, cfg)]
         return rewarded
 
     def forward_backward(
@@ -213,8 +220,7 @@ class Loop:
         cfg, meshes = self._run.cfg, self._run.meshes
         with self._phase("batch"):
             self._images.restore([one.rollout for one in rollouts])
-            turn_weight = cfg.reward.turn_weight
-            sequences = to_sequences(rollouts, meshes.training, self._frozen.label, turn_weight=turn_weight)
+            sequences = to_sequences(rollouts, meshes.training, self._frozen.label, **cfg.sequences)
             batch = build_batch(sequences, self._one_update, meshes, **cfg.weighting)
         self._wake()
         batch, _, tower_metrics = self._images.fill(batch, [])
@@ -232,7 +238,13 @@ class Loop:
         objective = policy.objective
         if loss is not None:
             objective = PolicyObjective(
-                cfg.loss, policy.coefficients, cfg.correction, cfg.mismatch, cfg.distill, function=loss
+                cfg.loss,
+                policy.coefficients,
+                cfg.correction,
+                cfg.mismatch,
+                cfg.distill,
+                function=loss,
+                longest_tokens=self._run.plan.max_sequence_tokens,
             )
         with self._phase("update"), self._frozen.teaching():
             for mini_batch in batch.mini_batches:
@@ -270,6 +282,9 @@ class Loop:
         run, policy, step = self._run, self._learners[POLICY], self._now.number
         self._now.is_open = False
         policy.optimizer.zero_grad(set_to_none=True)
+        if policy.followers:
+            self._wake()
+            follow(policy, step=step)
         self._awake.close()
         with run.report.span("refit"):
             self._handover.refit(version=step)

@@ -54,9 +54,16 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
             parts.append(result.metrics)
         if learner.limits and learner.limits.stop_kl_nats is not None:
             parts.append({f"{learner.area}/left_out_fraction": Mean(float(beyond_kl_limit), 1.0)})
+    follow(learner, step=step)
+    return merge_all(parts) if meshes.is_data_leader else {}
+
+
+def follow(learner: Learner, *, step: int) -> None:
+    """Let the copies of the learner's model follow it after a step; every rank that trains must call this."""
+    if learner.followers:
+        reshard(learner.model)  # without an update, a pass before it may have left weights gathered
     for follower in learner.followers.values():
         follower.follow(learner.model, step)
-    return merge_all(parts) if meshes.is_data_leader else {}
 
 
 @torch.no_grad()

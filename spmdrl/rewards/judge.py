@@ -218,7 +218,7 @@ def open_client(name: str, term: JudgeReward) -> Any:
 
 def question_about(item: RewardItem, term: JudgeReward) -> str:
     """Fill a judge's template in for a response. Raises ValueError, with a sentence, when it has an unknown field."""
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in item.metadata.items()}
+    values = {name: value if isinstance(value, str) else _as_text(value) for name, value in item.metadata.items()}
     values |= {"lowest": f"{term.lowest:g}", "highest": f"{term.highest:g}"}
     values |= {"prompt": item.prompt, "response": item.response}
     values |= {"rubric": term.rubric} if term.rubric is not None else {}
@@ -227,6 +227,10 @@ def question_about(item: RewardItem, term: JudgeReward) -> str:
         known = ", ".join(f"{{{name}}}" for name in sorted(values))
         raise ValueError(f"its template has {{{missing[0]}}}, which this prompt has not; it has {known}")
     return term.template.format_map(values)
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)  # such as a date of a parquet file
 
 
 def content_of(body: str) -> str:

@@ -69,13 +69,15 @@ class Lessons:
 
 
 def hinted(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with the prompts that teachers see; everything about tokens of prompts is 0."""
+    """Return the micro-batch with the prompts that teachers see; everything about tokens of prompts is 0.
+
+    It has no routes: those are the policy's, of other tokens."""
     parts = [*_parts(micro_batch)]
     seqlens = [len(prompt) + rest.stop - rest.start for prompt, rest, _ in parts]
     columns = {
         name: torch.cat([x for prompt, rest, _ in parts for x in (column.new_zeros(len(prompt)), column[rest])])
         for name, column in micro_batch.columns.items()
-        if name != "cu_seqlens"
+        if name not in ("cu_seqlens", "routes")
     }
     columns["token_ids"] = torch.cat(
         [x for prompt, rest, _ in parts for x in (torch.tensor(prompt, dtype=torch.int64), micro_batch.token_ids[rest])]
@@ -84,7 +86,7 @@ def hinted(micro_batch: MicroBatch) -> MicroBatch:
     columns["cu_seqlens"] = torch.tensor([*itertools.accumulate(seqlens, initial=0)], dtype=torch.int32)
     shares_prefixes = micro_batch.tree is not None
     tree = prefix_tree([tuple(x.tolist()) for x in columns["token_ids"].split(seqlens)]) if shares_prefixes else None
-    return replace(micro_batch, **columns, hints=(), turns=(), tree=tree)  # type: ignore[arg-type]
+    return replace(micro_batch, **columns, hints=(), turns=(), routes=None, tree=tree)  # type: ignore[arg-type]
 
 
 def unhinted(values: Tensor, micro_batch: MicroBatch) -> Tensor:

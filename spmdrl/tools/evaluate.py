@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.evaluation import paired_difference
 from spmdrl.algo.metrics import scalars
-from spmdrl.config import Config, ModelConfig, read_config
+from spmdrl.config import Config, ModelConfig, TuningConfig, read_config, read_run_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.config.strict import about, conform, parse_own_json
 from spmdrl.data.tokenizer import load_tokenizer, uses_template
@@ -229,28 +229,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--items and --against are of one evaluation, and --set names several; give one set at a time")
     if names and given.data is not None:
         raise UserError("--set and --data both say what is asked; give one of them")
-    trained_on = given.trained_on or (given.run if Path(given.run, "config.toml").is_file() else None)
-    trained = None if trained_on is None else read_config(Config, str(Path(trained_on, "config.toml")), [])
+    is_held_out = not names and given.data is None
+    if (trained_on := given.trained_on) is None and not is_held_out and Path(given.run, "config.toml").is_file():
+        trained_on = given.run
+    trained = None if trained_on is None else _trained(Path(trained_on))
     if names:
         for name in names:
             opened = _of_set(given.run, name, given.override, download=given.download)
             say(json.dumps({"set": name} | _evaluated(*opened, trained, given.items, theirs, str(given.against))))
-    elif given.data is None:
-        say(
-            json.dumps(
-                _evaluated(*_of_run(Path(given.run), given.override), None, given.items, theirs, str(given.against))
-            )
-        )
     else:
-        opened = _of_model(given.run, given.data, given.reward, given.override)
+        opened = (
+            _of_run(Path(given.run), given.override)
+            if is_held_out
+            else _of_model(given.run, given.data, given.reward, given.override)
+        )
         say(json.dumps(_evaluated(*opened, trained, given.items, theirs, str(given.against))))
     return 0
+
+
+def _trained(run: Path) -> Config | TuningConfig:
+    """The settings of a run of any kind, whose data is asked for questions. Raises UserError."""
+    cfg, problems = located(read_run_config(str(run / "config.toml"), []))
+    if problems:
+        raise UserError("\n".join(problems))
+    return cfg
 
 
 def _evaluated(
     cfg: Config,
     folder: Path,
-    trained: Config | None,
+    trained: Config | TuningConfig | None,
     written: Path | None,
     theirs: Mapping[str, float] | None,
     name: str,

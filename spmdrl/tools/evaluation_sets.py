@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.algo.evaluation import overlapping
-from spmdrl.config import Config, FileData
+from spmdrl.config import Config, FileData, FileSettings, TuningConfig
 from spmdrl.data.sources import FileSource
 from spmdrl.preflight.hub import NotInCache, data_file, with_split_file
 from spmdrl.types import UserError
@@ -61,12 +61,12 @@ def set_tables(name: str, *, download: bool) -> dict[str, Any]:
     return {"sources": [source], "num_prompts": len(questions), "reward": "math", "system_prompt": INSTRUCTION}
 
 
-def seen_in_training(questions: Sequence[str], cfg: Config) -> set[int]:
+def seen_in_training(questions: Sequence[str], cfg: Config | TuningConfig) -> set[int]:
     """Return the places of the questions that a run's files have too: see `algo.evaluation.overlapping`."""
     return overlapping(questions, _questions_of(cfg))
 
 
-def _questions_of(cfg: Config) -> Iterator[str]:
-    files: Iterable[FileData] = (source for source in cfg.data.sources if isinstance(source, FileData))
+def _questions_of(cfg: Config | TuningConfig) -> Iterator[str]:
+    files: Iterable[FileSettings] = (source for source in cfg.data.sources if isinstance(source, FileSettings))
     for source in files:
         yield from (row.question for row in FileSource(source, seed=0).in_file_order())

@@ -32,7 +32,7 @@ from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.anthropic_forms import MessagesForm
 from spmdrl.envs.openai_forms import MODEL, CallError, CallForm, ChatForm, Reply, ResponsesForm
-from spmdrl.faults.text import Parser, say
+from spmdrl.faults.text import Parser, of_error, say
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers
 from spmdrl.preflight.hub import PREFIX, model_folder
@@ -76,9 +76,11 @@ class Sampling:
             for place, response in self._engine.generate(self._requests()):
                 self._running.pop(place).set_result(response)
         except Exception as error:
+            say(f"the engine has failed: {of_error(error)}", sys.stderr)
             for future in self._running.values():
                 future.set_exception(error)
-            raise
+            while (given := self._waiting.get()) is not None:  # nothing answers what comes now
+                given[1].set_exception(error)
 
     def _requests(self) -> Iterator[Request | None]:
         for place in itertools.count():
@@ -116,7 +118,9 @@ class Served:
             )
         except UserError as error:
             raise CallError(str(error)) from error
-        response = self._sample(prompt, body, call.max_tokens or self.max_tokens - len(prompt), number)
+        response = self._sample(
+            prompt, body, call.max_tokens or self.max_tokens - len(prompt), _seed(body, number, place=0)
+        )
         action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
         counted = replace(
             call.cut(action),
@@ -133,13 +137,15 @@ class Served:
         if body.get("stream"):
             raise CallError("stream = true is not supported for completions; leave it out")
         limit, top, count = body.get("max_tokens", USUAL_TOKENS), body.get("logprobs"), body.get("n", 1)
-        whole = (limit, 0 if top is None else int(top), count)
+        whole = (limit, 0 if top is None else top, count)
         if not all(isinstance(one, int) and one >= 0 for one in whole) or count < 1:
             raise CallError("max_tokens, logprobs and n must be whole numbers, and n at least 1")
+        if not isinstance(stop := body.get("stop") or [], str | list) or not all(isinstance(one, str) for one in stop):
+            raise CallError("stop must be a text or a list of texts")
         for prompt in self._prompts(body.get("prompt", "")):
-            for sample in range(count):
-                response = self._sample(prompt, body, limit, mix(number, sample)) if limit else None
-                choices.append(self._choice(prompt, response, body, place=len(choices)))
+            for place in range(len(choices), len(choices) + count):
+                response = self._sample(prompt, body, limit, _seed(body, number, place=place)) if limit else None
+                choices.append(self._choice(prompt, response, body, place=place))
                 used = [used[0] + len(prompt), used[1] + (len(response.token_ids) if response else 0)]
         return {
             "id": f"cmpl-{number}",
@@ -165,8 +171,8 @@ class Served:
             found.append(ids)
         return found
 
-    def _sample(self, prompt: tuple[int, ...], body: Mapping[str, Any], limit: int, number: int) -> Response:
-        temperature, top_p, seed = body.get("temperature"), body.get("top_p"), body.get("seed")
+    def _sample(self, prompt: tuple[int, ...], body: Mapping[str, Any], limit: int, seed: int) -> Response:
+        temperature, top_p = body.get("temperature"), body.get("top_p")
         temperature, top_p = 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
         if not (isinstance(temperature, int | float) and 0 <= temperature <= 1000):
             raise CallError(f"temperature must be a number from 0 to 1000, not {temperature!r}")
@@ -179,7 +185,7 @@ class Served:
             )
         request = Request(
             prompt_ids=prompt,
-            seed=mix(seed if isinstance(seed, int) else 0, number),
+            seed=seed,
             max_response_tokens=limit,
             temperature=float(temperature),
             top_p=float(top_p),
@@ -195,7 +201,8 @@ class Served:
         text = self._text(sampled[:-1] if ended else sampled)
         stop = body.get("stop") or []
         for mark in [stop] if isinstance(stop, str) else stop:
-            text = text.partition(mark)[0] if mark else text
+            text, found, _ = text.partition(mark) if mark else (text, "", "")
+            ended = ended or bool(found)
         echoes = bool(body.get("echo"))
         logprobs = None
         if body.get("logprobs") is not None:
@@ -204,7 +211,7 @@ class Served:
         return {
             "index": place,
             "text": (self._text(prompt) if echoes else "") + text,
-            "finish_reason": "length" if response is None else response.finish_reason,
+            "finish_reason": "stop" if ended else "length",
             "logprobs": logprobs,
         }
 
@@ -227,6 +234,14 @@ class Served:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
+def _seed(body: Mapping[str, Any], number: int, *, place: int) -> int:
+    """Return the seed of a request's response at this place; of one that names no seed it is the request's own."""
+    given = body.get("seed")
+    if given is not None and not isinstance(given, int):
+        raise CallError(f"seed must be a whole number, not {given!r}")
+    return mix(number, place) if given is None else mix(given, place, 0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -263,6 +278,10 @@ class Handler(BaseHTTPRequestHandler):
                 self._refuse(404, f"there is no {self.path}; there are /v1/completions, {', '.join(FORMS)}")
         except (CallError, ValueError, RecursionError) as error:
             self._refuse(400, str(error))
+        except ConnectionError:  # who has asked does not wait for an answer
+            self.close_connection = True
+        except Exception as error:
+            self._refuse(500, of_error(error))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of each request."""

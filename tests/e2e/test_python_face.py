@@ -71,11 +71,12 @@ def _looped(config: str, *overrides: str) -> list[dict[str, float]]:
 
 def test_the_calls_with_their_defaults_are_the_runs_own_loop(folder: Path) -> None:
     config = str(folder / "c.toml")
-    seen, again = run_ranks(2, _trained, config, "run.name=whole", *ONE_UPDATE)
+    follower = 'models={reference={weights="average",decay=0.5}}'  # which a loop has to have follow as well
+    seen, again = run_ranks(2, _trained, config, "run.name=whole", *ONE_UPDATE, follower)
     assert seen == again
     steps = ["evaluation 0", "step 1", "evaluation 2", "save 2", "step 2", "evaluation 3", "save 3", "step 3"]
     assert [f"{what} {step}" for what, step in seen] == steps
-    found, others = run_ranks(2, _looped, config, "run.name=looped", *ONE_UPDATE)
+    found, others = run_ranks(2, _looped, config, "run.name=looped", *ONE_UPDATE, follower)
     assert found == others
     assert_same_weights(folder / "runs/whole", folder / "runs/looped")
     for one, other in zip(steady_rows(folder / "runs/whole"), steady_rows(folder / "runs/looped"), strict=True):
@@ -148,6 +149,7 @@ def test_a_script_saves_stops_and_goes_on(folder: Path) -> None:
         ("rollout.placement=disaggregated", "a script has one for all"),
         ("advantage.estimator=gae", "a critic, which a loop of one's own has not"),
         ("debug.save_rollouts=all", "not those of a script"),
+        ("correction.router_replay=R2", "which a loop of one's own decides"),
     ],
 )
 def test_a_loop_that_cannot_be_is_refused_before_it_starts(folder: Path, override: str, sentence: str) -> None:

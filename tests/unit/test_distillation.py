@@ -131,6 +131,8 @@ def test_values_of_a_hinted_micro_batch_go_back_to_their_tokens() -> None:
     hints = Hint(2, (7, 8, 9)), Hint(), Hint(1, (4,))
     sequences = [replace(one, hint=hint) for one, hint in zip((first, second, third), hints, strict=True)]
     micro_batch = lay_end_to_end(sequences, {}, multiple=64)
+    routed = replace(micro_batch, routes=torch.zeros(len(micro_batch.token_ids), 1, 2, dtype=torch.int16))
+    assert hinted(routed).routes is None, "a teacher that sees other tokens takes experts of its own"
     seen = hinted(micro_batch)
     expected = [(7, 8, 9, *first.token_ids[2:]), second.token_ids, (4, *third.token_ids[1:])]
     starts = [0, *itertools.accumulate(map(len, expected))]

@@ -19,7 +19,7 @@ from spmdrl.algo.evaluation import interval_of_share, overlapping, paired_differ
 from spmdrl.algo.metrics import ShareBound
 from spmdrl.tools.evaluate import main
 from spmdrl.tools.tiny_model import save_tiny_model
-from tests.helpers.small_run import write_config
+from tests.helpers.small_run import write_config, write_sft_config
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:
@@ -162,6 +162,20 @@ def test_sets_have_names_in_the_cache_and_count_what_training_has(
     items = [json.loads(line) for line in Path("items.jsonl").read_text().splitlines()]
     assert {item["prompt"]: item["answer"] for item in items} == {f"How much is {n} + 1?": f"{n + 1}" for n in range(6)}
     assert seen["eval/seen_in_training_count"] == sum(item["seen_in_training"] for item in items) == 2
+    source = {"kind": "parquet", "path": f"{snapshot}/train-00000-of-00001.parquet", "prompt_column": "question"}
+    tuned = write_sft_config(
+        tmp_path,
+        data={"sources": [source | {"response_column": "answer"}]},
+        sft={"sequences_per_step": 2, "max_response_tokens": 32},
+    )
+    (tmp_path / "tuned").mkdir()
+    tuned.rename(tmp_path / "tuned/config.toml")
+    (tmp_path / "tuned/hf").symlink_to(tmp_path / "model")
+    assert main(["tuned", "--set", "gsm8k", *short]) == 0, "a fine-tuned model is a run's too"
+    assert json.loads(capsys.readouterr().out)["eval/seen_in_training_count"] == 2
+    (tmp_path / "run/hf").symlink_to(tmp_path / "model")
+    assert main(["run", "--trained-on", "tuned", "model.path=model", "rollout.max_response_tokens=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval/seen_in_training_count"] == 0
     for wrong, said in {
         ("--set", "gsm9k"): "--set gsm9k: there are gsm8k, math500, aime24",
         ("--set", "math500"): "--set math500 (hf:HuggingFaceH4/MATH-500): it is not in the cache; add --download",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ def test_a_question_has_its_fields_and_the_score_is_scaled(server: JudgeServer) 
     term = judge(server, template="{prompt}|{response}|{answer}|{column}|{{}}", rubric=None, lowest=-10.0)
     question = question_about(item("no {prompt}", "4", column=7), term)
     assert question == "prompt|no {prompt}|4|7|{}"
+    assert question_about(item("", "4", column=["é", date(2026, 1, 2)]), term) == 'prompt||4|["é", "2026-01-02"]|{}'
     assert judged({"judge": term}, "no {prompt}") == [(score_of(question) + 10) / 20]
 
 

@@ -96,6 +96,9 @@ def test_seeds_repeat_and_requests_run_together(client: OpenAI) -> None:
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(sampled, range(6)))
     assert len(set(texts)) > 1
+    assert texts == list(map(sampled, range(6)))
+    twice = client.completions.create(model="policy", prompt=[TEXT, TEXT], max_tokens=12, temperature=1.0, seed=1)
+    assert twice.choices[0].text != twice.choices[1].text
     several = client.completions.create(model="policy", prompt=[TEXT, "1"], max_tokens=3, n=2)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
 
@@ -126,6 +129,9 @@ def test_other_forms_say_the_same_greedy_answer(url: str, client: OpenAI) -> Non
         ("/v1/completions", {"prompt": [10**6]}, "one that the model does not know"),
         ("/v1/completions", {"prompt": TEXT, "temperature": -1}, "temperature must be a number from 0 to 1000"),
         ("/v1/completions", {"prompt": TEXT, "stream": True}, "stream = true is not supported for completions"),
+        ("/v1/completions", {"prompt": TEXT, "stop": [1]}, "stop must be a text or a list of texts"),
+        ("/v1/completions", {"prompt": TEXT, "logprobs": [1]}, "logprobs and n must be whole numbers"),
+        ("/v1/completions", {"prompt": TEXT, "seed": 0.5}, "seed must be a whole number"),
         ("/v1/chat/completions", {"messages": []}, "the conversation has no message"),
         ("/v1/messages", {"messages": [{"role": "system", "content": "x"}]}, "one of the roles user, assistant"),
     ],
