@@ -162,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, problems = located(read_config(Config, given.config or str(folder.config), given.override))
     if problems:
         raise UserError("\n".join(problems))
-    if not (steps := given.step or recorded_steps(folder.rollouts)):
+    steps = sorted({*(given.step or recorded_steps(folder.rollouts))})
+    if not steps or not (found := rescore(folder, cfg, steps)):
         raise UserError(f"{folder.rollouts} holds no rollouts; a run saves them with debug.save_rollouts")
-    found = rescore(folder, cfg, steps)
     if given.items is not None:
         with writing(given.items, "--items"):
             given.items.write_text("".join(_row(one) + "\n" for one in found), encoding="utf-8")

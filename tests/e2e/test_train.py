@@ -354,7 +354,7 @@ def test_saved_rollouts_have_their_rewards_again_and_another_reward_differs_wher
     said = capfd.readouterr().out
     assert "64 rollouts of steps 3 to 4: 0 failed before, 0 now" in said and "correlation 1.000" in said
     assert all(row["before"] == row["now"] for row in read_rows(items))
-    assert rescore.main([str(whole), "--step", "4", "--show", "1", "reward.terms=[{kind='exact'}]"]) == 0
+    assert rescore.main([str(whole), "--step", "4", "--step", "4", "--show", "1", "reward.terms=[{kind='exact'}]"]) == 0
     said = capfd.readouterr().out
     assert "32 rollouts of steps 4 to 4" in said and "apart only before" in said and said.count("response: ") == 1
     assert rescore.main([str(whole), "--step", "1"]) == 2 and "holds no rollouts of step 1" in capfd.readouterr().err
