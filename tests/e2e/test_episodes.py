@@ -191,6 +191,12 @@ CASES = {
         "bogus",
     ),
     "limits that cannot hold": ("environment.max_turn_tokens=30", "do not fit into rollout.max_response_tokens = 40"),
+    "roles without names": ("advantage.estimator=grpo_by_role", "let it return Observation(role=...)"),
+    "a context of prompts that are no messages": (
+        f'environment={{source={{kind="class",name="{hints.__file__}:Hints"}},history="template",'
+        'context={kind="truncate"}}',
+        "no chat template has rendered",
+    ),
     "an unknown kind": ('environment.source={kind="clas"}', "environment.source.kind"),
 }
 
