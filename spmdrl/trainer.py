@@ -26,6 +26,7 @@ from spmdrl.algo.metrics import Metrics, merge_all, scalars
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, read_config
+from spmdrl.config.plan import router_lines
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
@@ -35,6 +36,7 @@ from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import Accumulated, follow, forward_backward, optimizer_step
 from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.routes import routes_refusal
 from spmdrl.model.sharding import reshard
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs, raise_all
@@ -162,6 +164,7 @@ class Loop:
             success_at=cfg.success_at,
             complete=self._scorers.complete,
         )
+        self._router_lines = router_lines(cfg, has_routes=routes_refusal(policy.model) is None)
         self._awake, self._is_awake = ExitStack(), False  # while the trainer has the device
         # Rollouts may come without the others of their groups.
         self._one_update = replace(plan, prompts_per_step=plan.rollouts_per_step, updates_per_step=1)
@@ -178,7 +181,7 @@ class Loop:
     @contextmanager
     def running(self) -> Iterator[Loop]:
         """Surround the loop; ends it in order when the run is asked to stop, and a step that was left by `break`."""
-        self._steps.announce()
+        self._steps.announce(self._router_lines)
         self._handover.refit(version=self._run.resume_point.step)
         with self._steps.until_stopped(), self._awake:
             yield self
