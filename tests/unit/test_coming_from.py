@@ -83,7 +83,7 @@ def packages(venv: str) -> Path:
 
 def test_the_names_of_trl_are_fields_of_its_configuration() -> None:
     folder = packages(".venv-trl")
-    trainers = (f"trl/trainer/{name}_config.py" for name in ("grpo", "dpo", "reward", "base"))
+    trainers = (f"trl/trainer/{name}_config.py" for name in ("grpo", "dpo", "reward", "distillation", "base"))
     files = (*trainers, "transformers/training_args.py")
     fields = {
         node.target.id

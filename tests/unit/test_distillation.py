@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -287,3 +288,14 @@ class _OneWeight(torch.nn.Module):
 
     def refresh(self) -> None:
         """A policy takes over what has changed."""
+
+
+def test_a_teachers_right_answers_become_rows_to_imitate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    item = {"prompt": "2 + 2 =", "responses": [" 4", " 5"], "right": [True, False]}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(item) + "\n")
+    (listing,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(listing, {})
+    assert [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()] == [
+        {"prompt": "2 + 2 =", "response": " 4"}
+    ]

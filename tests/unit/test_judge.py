@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import tomllib
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -19,6 +21,9 @@ from spmdrl.rewards.judge import Judges, question_about, score_in
 from spmdrl.types import Prompt, RewardOutcome, UserError
 from tests.helpers.judges import FAILURES, JudgeServer, judge_server, score_of
 from tests.helpers.rewards import item
+
+PAGE = Path(__file__).parents[2] / "docs" / "judges.md"
+LISTINGS = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +122,14 @@ def test_a_judge_whose_gate_is_closed_is_not_asked(server: JudgeServer) -> None:
         wrong = item_of(prompt(), "5")
         outcome = client._judged(wrong, client._pool.submit(wrong)).result()  # type: ignore[union-attr]
         assert outcome == RewardOutcome(reward=0.0, parts={"exact": 0.0}) and not server.asked
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_the_listings_of_the_page_ask_and_read(server: JudgeServer, listing: str) -> None:
+    table = tomllib.loads(listing)["reward"]
+    (term,) = RewardConfig.model_validate(table).judges.values()
+    assert "4" in question_about(item("4", "4"), term)
+    assert score_in(f'so {{"{term.score_field}": 1}}', term) == 1.0
 
 
 def test_closing_ends_what_is_asked(server: JudgeServer) -> None:
