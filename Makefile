@@ -6,7 +6,7 @@
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
 #   make demo ARGS="key=value ..."        overrides of configs/demo.toml; the test targets hand ARGS to pytest
-#   make demo TASK=tool                   learn to use a tool; game: a game of several turns; vision: to see; notes: to note; distill: a teacher
+#   make demo TASK=tool                   learn to use a tool; game: a game of several turns; vision: to see; notes: to note; distill: a teacher; pairs: preferences
 #   make demo ENGINE=sglang               sampling by SGLang instead of the embedded engine
 #   make test-browser CHROMIUM=FILE       a Chromium that is there, instead of the one of constraints/browser.txt
 #   make test-gpu DEVICE=emulated         tests/gpu without a GPU, and whole runs; DEVICES=4 for more than 2 devices

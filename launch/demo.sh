@@ -6,6 +6,7 @@
 #   TASK=game               learn to guess a number in four turns (configs/demo-game.toml)
 #   TASK=vision             learn to answer questions about pictures (configs/demo-vision.toml)
 #   TASK=notes              learn to write down what will be asked for (configs/demo-notes.toml)
+#   TASK=pairs              the same task, rewarded by a model that has learned from pairs of answers (configs/demo-pairs.toml)
 #   TASK=distill            learn from a teacher what the demo learns from rewards (configs/demo-distill.toml)
 #   ENGINE=sglang           sample with SGLang, one engine per rank; with rollout.tp_size=2 one engine for both ranks.
 #                           It runs fewer steps: on a CPU, SGLang's cost per request exceeds that of sampling.

@@ -40,6 +40,12 @@ class Task:
     form: str = "--chat"  # of the model that has such words
     hidden_size: int = 128
     teacher: tuple[str, ...] = ()  # settings of the warm start that make a teacher of the same model; the plain task
+    ranks: bool = False  # a reward model is made of pairs of answers; the plain task too
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the task is the plain demo's, with its warm start."""
+        return bool(self.teacher) or self.ranks
 
     @property
     def model_options(self) -> list[str]:
@@ -49,6 +55,7 @@ class Task:
 
 
 # With adapters, which choose among what their base can do: a warm start for them, and a learning rate.
+TRUTH, MEASURED = '[{kind="exact"}]', '{kind="exact",weight=0.0}'
 ADAPTED_START, ADAPTED_LR = "demo-lora-sft", "optim.lr=2e-3"
 
 TASKS: Mapping[str, Task] = {
@@ -60,6 +67,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
     "notes": Task(("run.num_steps=30",), ("box ", "open", "shut", "inside?", " note?", " note: ")),
+    "pairs": Task(("run.num_steps=20",), ranks=True),
     "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),
 }
 
@@ -70,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     config = "demo" if arguments.task == "text" else f"demo-{arguments.task}"
     task = TASKS[arguments.task]
-    has_files = config != "demo" and not task.teacher
+    has_files = config != "demo" and not task.is_plain
     set_by_user = dict(setting.partition("=")[::2] for setting in arguments.override)
     folder = set_by_user.get("run.dir", "runs")
     name = set_by_user.get("run.name", f"{config}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_folder = f"{folder}/{name}"
     is_adapted = config == "demo" and any(setting.startswith("lora.") for setting in set_by_user)
-    warm_start = ADAPTED_START if is_adapted else f"{'demo' if task.teacher else config}-sft"
+    warm_start = ADAPTED_START if is_adapted else f"{'demo' if task.is_plain else config}-sft"
     sft = [LAUNCHER, "spmdrl.sft", str(CONFIGS / f"{warm_start}.toml"), f"run.dir={folder}"]
     sft += [f"model.path={run_folder}-base", *_held_out(set_by_user, has_files=has_files)]
     rl = [LAUNCHER, "spmdrl.train", str(CONFIGS / f"{config}.toml"), f"run.dir={folder}"]
@@ -91,21 +99,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task.teacher:
         trial.insert(-1, f"models.teacher.path={run_folder}-base")
         rl.append(f"models.teacher.path={run_folder}-teacher/hf")
+    if task.ranks:
+        trial.insert(-1, f"reward.terms={TRUTH}")
+        rl.append(f'reward.terms=[{{kind="model",path="{run_folder}-rank/hf",template="pairs"}},{MEASURED}]')
     rl += arguments.override
+    last_title = "the exported model, loaded by transformers, on the same held-out prompts"
+    last = ["spmdrl.tools.evaluate", run_folder]
+    if task.ranks:
+        last_title = "the responses of all steps: what the reward model made of them before, and now the truth"
+        last = ["spmdrl.tools.rescore", run_folder, f"reward.terms={TRUTH}"]
+    ranking = [LAUNCHER, "spmdrl.pairs", str(CONFIGS / "demo-pairs-rank.toml"), f"run.dir={folder}"]
+    ranking += [f"run.name={name}-rank", f"model.path={run_folder}-sft/hf", *nproc]
     stages: dict[str, list[list[str]]] = {
         "1/3 a tiny model, warm-started by supervised fine-tuning": [
-            *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if has_files else []),
+            *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if has_files or task.ranks else []),
             ["spmdrl.tools.tiny_model", f"{run_folder}-base", *task.model_options],
             trial,  # a mistake is told before anything is trained
             [*sft, f"run.name={name}-sft", *nproc],
             *([[*sft, f"run.name={name}-teacher", *task.teacher, *nproc]] if task.teacher else []),
+            *([ranking] if task.ranks else []),
         ],
         f"2/3 {'learning from the teacher' if task.teacher else 'reinforcement learning'} on {arguments.nproc} ranks": [
             [*rl, *nproc]
         ],
-        "3/3 the exported model, loaded by transformers, on the same held-out prompts": [
-            ["spmdrl.tools.evaluate", run_folder]
-        ],
+        f"3/3 {last_title}": [last],
     }
     with Requests() as requests:
         for title, programs in stages.items():
@@ -143,7 +160,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=TASKS,
         default="text",
         help="tool: look up what cannot be known; game: turns; vision: pictures; notes: a summary of "
-        "one's own; distill: learn from a teacher",
+        "one's own; distill: learn from a teacher; pairs: from a reward model",
     )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")

@@ -1,25 +1,32 @@
-"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision|notes DIR`.
+"""Write the data of a demo: `python -m spmdrl.tools.demo_data tool|game|vision|notes|pairs DIR`.
 
 train.jsonl and held-out.jsonl hold questions, none of them in both. sft.jsonl holds what the warm start imitates: a
 policy that knows the forms of what it may write, and not what leads to success. Pictures stand in the lines, as base64.
+For pairs there is pairs.jsonl alone: a right and a wrong answer to each question of the plain demo.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import runpy
 import string
+import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spmdrl.config import ReasoningGymData
+from spmdrl.data.sources import open_source
 from spmdrl.faults.text import Parser
 from spmdrl.tools.demo_pictures import pictures
 
 CONFIGS = Path(__file__).parent / "configs"  # those of the repository
-NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000, "notes": 20_000}
+NUM_PAIRS = {"tool": 20_000, "game": 20_000, "vision": 8_000, "notes": 20_000, "pairs": 20_000}
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"  # what a policy may find to write
+MOST_LETTERS = 11  # of a wrong answer: those of configs/demo.toml have at most 12
 HELD_OUT = 400
 HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
 NUM_PICTURES = 4_000  # besides those held out
@@ -132,6 +139,43 @@ def notes_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]
 
 NO_NOTES = ["open", "shut"]
 
+
+def compared(rng: random.Random) -> Iterator[Record]:
+    """Yield questions of the plain demo, each with the right answer and a wrong one."""
+    tables = tomllib.loads((CONFIGS / "demo.toml").read_text(encoding="utf-8"))["data"]["sources"]
+    sources = [
+        open_source(ReasoningGymData.model_validate(table), seed=rng.randrange(2**31))
+        for table in tables
+        for _ in range(int(table.get("weight", 1)))
+    ]
+    for number in itertools.count():
+        row = sources[number % len(sources)].row(number)
+        assert isinstance(row.prompt, str) and row.answer is not None
+        yield {"prompt": row.prompt, "chosen": row.answer, "rejected": _mistaken(row.answer, rng)}
+
+
+def _mistaken(answer: str, rng: random.Random) -> str:
+    """Make up to three small mistakes, or write something that only looks like an answer."""
+    letters = list(answer)
+    while "".join(letters) == answer:
+        if rng.random() < 0.3:
+            letters = rng.choice(
+                [rng.sample(letters, len(letters)), rng.choices(CHARACTERS, k=len(letters)), letters[:1] * 4]
+            )
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            place, form = rng.randrange(len(letters)), rng.randrange(4)
+            if form == 0:
+                letters[place] = rng.choice([rng.choice(CHARACTERS), rng.choice(answer)])
+            elif form == 1 and place:
+                letters[place - 1], letters[place] = letters[place], letters[place - 1]
+            elif form == 2 and len(letters) > 2:
+                del letters[place]
+            elif form == 3 and len(letters) < MOST_LETTERS:
+                letters.insert(place, rng.choice([rng.choice(CHARACTERS), rng.choice(answer)]))
+    return "".join(letters)
+
+
+PAIRS = "pairs"
 TASKS = {
     "tool": (tool_questions, tool_pairs),
     "game": (game_questions, game_pairs),
@@ -148,15 +192,18 @@ def write(path: Path, records: list[Record]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     parser = Parser(description=__doc__)
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=[*TASKS, PAIRS])
     parser.add_argument("dir", type=Path)
     arguments = parser.parse_args(argv)
     rng = random.Random(arguments.task)
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    if arguments.task == PAIRS:
+        write(arguments.dir / "pairs.jsonl", [*islice(compared(rng), NUM_PAIRS[PAIRS])])
+        return 0
     questions, pairs = TASKS[arguments.task]
     asked = questions(rng)
     held_out, train = asked[:HELD_OUT], asked[HELD_OUT:]
     imitated = pairs(train, rng)
-    arguments.dir.mkdir(parents=True, exist_ok=True)
     write(arguments.dir / "held-out.jsonl", held_out)
     write(arguments.dir / "train.jsonl", train)
     write(arguments.dir / "sft.jsonl", [next(imitated) for _ in range(NUM_PAIRS[arguments.task])])

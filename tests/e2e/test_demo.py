@@ -106,6 +106,25 @@ def test_a_summary_that_is_not_trained_does_not_learn_what_to_say(tmp_path: Path
     assert all(row.get("eval/accuracy", 0.0) <= 0.5 for row in rows(tmp_path / "demo"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_policy_games_a_model_of_pairs_and_that_is_seen(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "launch/demo.sh", f"run.dir={tmp_path}", "run.name=demo"],
+        cwd=ROOT,
+        env=os.environ | {"TASK": "pairs"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranked = [row["eval/accuracy"] for row in rows(tmp_path / "demo-rank") if "eval/accuracy" in row]
+    assert ranked[-1] >= 0.85, ranked
+    steps = rows(tmp_path / "demo")
+    truth, model = ([row[f"reward/part_{name}"] for row in steps] for name in ("exact", "model"))
+    assert model[-1] > model[0] + 0.3 and truth[-1] < truth[0] - 0.2, (truth, model)
+    assert "within groups: correlation" in done.stdout
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMOS = sorted(
     {
