@@ -155,7 +155,7 @@ def compared(rng: random.Random) -> Iterator[Record]:
 
 
 def _mistaken(answer: str, rng: random.Random) -> str:
-    """Make up to three small mistakes, or write something that only looks like an answer."""
+    """Make up to three small mistakes, or write something else."""
     letters = list(answer)
     while "".join(letters) == answer:
         if rng.random() < 0.3:
