@@ -107,6 +107,11 @@ class FileSource:
 
     def __init__(self, cfg: FileSettings, *, seed: int, form: RowTransform = as_written) -> None:
         """All rows are checked now. Raises UserError for the first that is wrong."""
+        if isinstance(cfg, FileData) and cfg.answer_after is not None and not cfg.answer_column:
+            raise UserError(
+                f'{cfg.path}: answer_after = "{cfg.answer_after}" cuts the text of answer_column, which is ""; name a '
+                "column, or remove answer_after"
+            )
         self.task = cfg.task
         self.path = cfg.path
         self._cfg, self._form = cfg, form

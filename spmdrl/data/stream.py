@@ -222,7 +222,14 @@ class PromptStream:
     def metadata(self, index: int) -> dict[str, Any]:
         """Return the columns of prompt `index` that have no other use."""
         place, number = self._turns.at(index)
-        return self._sources[place].row(number).metadata
+        source = self._sources[place]
+        if isinstance(source, FileSource):
+            return source.row(number).metadata
+        dropped = self._dropped.copy()  # what is passed over counts when the prompt is taken
+        try:
+            return self._prompt_and_row(index)[1].metadata
+        finally:
+            self._dropped = dropped
 
     @property
     def num_rows(self) -> list[int | None]:

@@ -438,7 +438,11 @@ def test_held_out_questions_are_never_trained_on() -> None:
     assert prompts.dropped["held_out_items"] > 4000
     # Purity holds where draws are replaced.
     fresh = make_training_stream(cfg, held_out_cfg, seed=0, tokenizer=tokenizer)
-    assert fresh.take(4321, 50) == prompts.take(4321, 50)
+    again = fresh.take(4321, 50)
+    assert again == prompts.take(4321, 50)
+    dropped = fresh.dropped
+    assert [fresh.metadata(prompt.prompt_id) for prompt in again] == [prompt.metadata for prompt in again]
+    assert fresh.dropped == dropped
 
 
 def test_held_out_rows_of_a_file_leave_it(tmp_path: Path) -> None:
@@ -511,3 +515,5 @@ def test_the_answer_is_what_follows_the_last_mark(tmp_path: Path) -> None:
     assert source.row(0).answer == "5"
     with pytest.raises(UserError, match=r'line 2: "answer" has no answer after "####" \(answer_after\)'):
         FileSource(jsonl(tmp_path / "a.jsonl", rows, answer_after="####"), seed=0)
+    with pytest.raises(UserError, match='cuts the text of answer_column, which is ""'):
+        FileSource(jsonl(tmp_path / "a.jsonl", rows, answer_column="", answer_after="####"), seed=0)
