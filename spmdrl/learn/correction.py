@@ -48,6 +48,8 @@ def depths_of(longest_tokens: int) -> list[int]:
 def mismatch_by_depth(drift: Mismatch, micro_batch: MicroBatch, depths: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
     """Mismatches [T] of the loss tokens in each range of depths, and where those are [T]: an engine that computes long
     contexts otherwise is found in the last."""
+    if not depths:
+        return {}
     size, place = drift.mismatch.abs(), micro_batch.positions
     return {
         f"mismatch/mean_abs_nats_from_{start}": (size, micro_batch.loss_mask & (place >= start) & (place < end))

@@ -148,5 +148,5 @@ def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Any) -> None:
 def test_blocks_that_layers_share_are_refused(tmp_path: Any) -> None:
     Zamba2Config(num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"]).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match="Zamba2ForCausalLM has recurrent layers whose state would leak"):
+    with pytest.raises(UserError, match="Zamba2ForCausalLM has layers that share their weights"):
         load_model_config(model_config(str(tmp_path)))

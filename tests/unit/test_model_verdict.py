@@ -67,8 +67,8 @@ def with_later_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_leaking_state(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = recurrent._GatedDeltaNet._mix
 
-    def leaking(self: Any, mixed: Any, b: Any, a: Any, weights: Any, seqlens: list[int], states: Any) -> Any:
-        return mix(self, mixed, b, a, weights, [sum(seqlens)], states)
+    def leaking(self: Any, per_token: Any, weights: Any, seqlens: list[int], states: Any) -> Any:
+        return mix(self, per_token, weights, [sum(seqlens)], states)
 
     monkeypatch.setattr(recurrent._GatedDeltaNet, "_mix", leaking)
 
@@ -166,7 +166,7 @@ SIZES_OF_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_head
     ("settings", "said"),
     [
         ({"model_type": "llama", "hidden_size": 64}, "does not say num_hidden_layers, num_attention_heads, vocab_size"),
-        ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, 'model_type = "deepseek_v3"'),
+        ({"model_type": "renamed", "architectures": ["DeepseekV3ForCausalLM"]}, 'model_type = "deepseek_v3"'),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "trust_remote_code"),
         ({"model_type": "next_year", "transformers_version": "6.1.0"}, "written by 6.1.0"),
         (SIZES_OF_LLAMA | {"model_type": "llama", "num_attention_heads": 5}, "does not take it"),
