@@ -24,9 +24,10 @@ class Program(NamedTuple):
 PROGRAMS = {
     "init": Program("write a starting configuration for a model and a data file", "spmdrl.tools.init"),
     "demo": Program("train a tiny model on this machine's CPU, in minutes, and watch it learn", "spmdrl.tools.demo"),
-    "train": Program("train by reinforcement learning on this machine", "spmdrl.tools.local", ("spmdrl.train",)),
-    "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("spmdrl.sft",)),
-    "pairs": Program("train on pairs of answers on this machine", "spmdrl.tools.local", ("spmdrl.pairs",)),
+    "train": Program("train by reinforcement learning on this machine", "spmdrl.tools.local", ("train",)),
+    "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("sft",)),
+    "pairs": Program("train on pairs of answers on this machine", "spmdrl.tools.local", ("pairs",)),
+    "distill": Program("learn from a teacher on this machine", "spmdrl.tools.local", ("distill",)),
     "model": Program("say whether a model can be trained here, by a tiny one with its settings", "spmdrl.tools.model"),
     "plan": Program("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
     "doctor": Program("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
@@ -37,6 +38,7 @@ PROGRAMS = {
     "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
     "sync": Program("send a run's metrics to its trackers", "spmdrl.tools.runs", function="sync"),
     "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
+    "eval": Program("the same as evaluate", "spmdrl.tools.evaluate"),
     "serve": Program("answer harnesses and agents with a model, over HTTP on this machine", "spmdrl.tools.serve"),
     "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
     "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
@@ -50,7 +52,7 @@ PROGRAMS = {
 
 
 # What other projects call them.
-USUAL_NAMES = {"dpo": "pairs", "rm": "pairs", "reward": "pairs", "grpo": "train", "rl": "train", "eval": "evaluate"}
+USUAL_NAMES = {"dpo": "pairs", "rm": "pairs", "reward": "pairs", "grpo": "train", "rl": "train", "opd": "distill"}
 
 
 @bears_lost_output

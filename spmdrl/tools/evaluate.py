@@ -42,8 +42,9 @@ from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts
 from spmdrl.tools.evaluation_sets import GENERATED, known_sets, seen_in_training, set_tables
-from spmdrl.tools.init import RESPONSE_TOKENS, choose, measure, parse, starting_tables
+from spmdrl.tools.init import choose, measure, parse
 from spmdrl.tools.program import program, writing
+from spmdrl.tools.starting import RESPONSE_TOKENS, starting_tables
 from spmdrl.types import RewardOutcome, Rollout, UserError
 
 MAX_PROMPT_TOKENS = 2048  # of a set's question
@@ -95,9 +96,10 @@ def _of_set(run: str, name: str, overrides: Sequence[str], *, download: bool) ->
     return _read(tables, overrides)
 
 
-def _of_model(model: str, data: str, reward: str, overrides: Sequence[str]) -> tuple[Config, Path]:
+def _of_model(model: str, data: str, reward: str, overrides: Sequence[str], *, download: bool) -> tuple[Config, Path]:
     """Settings for a model and all questions of a file, as `spmdrl init` would choose them. Raises UserError."""
-    choices = choose(parse(["--model", model, "--data", data, "--reward", reward, "--gpus", "0"]))
+    options = ["--model", model, "--data", data, "--reward", reward, "--gpus", "0"]
+    choices = choose(parse([*options, "--download"] if download else options))
     tables = starting_tables(choices, measured := measure(choices))
     every = {"num_prompts": measured.questions, "sources": tables["data"]["sources"]}
     return _read(tables | {"eval": every}, overrides)
@@ -213,9 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
     parser.add_argument("override", nargs="*", help="section.key=value, such as eval.samples_per_prompt=8")
     parser.add_argument("--set", metavar="NAMES", help=f"evaluation sets: {', '.join(known_sets())}, {GENERATED}TASK")
-    parser.add_argument("--download", action="store_true", help="fetch a set or a model that is not in the cache")
+    parser.add_argument("--download", action="store_true", help="fetch a set, data or a model that is not in the cache")
     parser.add_argument("--trained-on", metavar="RUN", help="count the questions that are in this run's data too")
-    parser.add_argument("--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet")
+    parser.add_argument(
+        "--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet, or hf:ORGANISATION/NAME"
+    )
     parser.add_argument("--reward", metavar="KIND", help="of such a model: math, exact, code, or my.py:function")
     parser.add_argument("--items", type=Path, metavar="FILE", help="write each prompt with its responses as JSON lines")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with the --items of another evaluation")
@@ -241,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         opened = (
             _of_run(Path(given.run), given.override)
             if is_held_out
-            else _of_model(given.run, given.data, given.reward, given.override)
+            else _of_model(given.run, given.data, given.reward, given.override, download=given.download)
         )
         say(json.dumps(_evaluated(*opened, trained, given.items, theirs, str(given.against))))
     return 0

@@ -12,23 +12,30 @@ import io
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, DataConfig, FileData, ModelConfig
+from spmdrl.config import (
+    FileData,
+    FileSettings,
+    ModelConfig,
+    PreferenceFile,
+    PromptsConfig,
+    SftConfig,
+    TuningConfig,
+)
 from spmdrl.config.base import INT32_MAX, Gib, PathText
 from spmdrl.config.run import RunName
 from spmdrl.config.strict import shown
+from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.sources import FileSource, Row, first_record, in_row
 from spmdrl.data.stream import question_key
-from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer
-from spmdrl.data.vision import ImageCounter
-from spmdrl.engine.sglang.images import image_problems
+from spmdrl.data.tokenizer import encode_prompt, encode_text, load_tokenizer, stop_token_ids
+from spmdrl.data.vision import ImageCounter, NoImages
 from spmdrl.families import vision_family
 from spmdrl.faults.supervise import count_gpus
 from spmdrl.faults.text import Parser, say
@@ -36,71 +43,37 @@ from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here, with_training_file
+from spmdrl.step.sft_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.inline_toml import inline
-from spmdrl.tools.local import RANKS_WITHOUT_GPU, program_of, run_name
+from spmdrl.tools.local import MODULES, program_of, run_name
 from spmdrl.tools.program import option, program, writing
+from spmdrl.tools.starting import OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
 from spmdrl.types import UserError
 
-# The usual names of columns, the likeliest first.
-PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction", "input")
-ANSWERS = ("answer", "label", "solution", "final_answer", "target", "ground_truth", "expected", "output")
-IMAGES = ("images", "image")
-REWARDS = ("math", "exact", "code")
+IMAGES = ("images", "image")  # the usual names of their column, the likelier first
 FINAL = "####"  # before the final answer of a solution, as GSM8K has it
 KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
-GROUP_SIZE = 8
-ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs, where the data has as many prompts
-MAX_HELD_OUT = 200
 GPU_GIB = 79.0  # of the GPUs that most have
 Gpus = Annotated[int, Field(ge=0, le=4096)]
-RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
+QUESTIONS = {
+    "reward": f"reward, {', '.join(REWARDS)} or my.py:function",
+    "teacher": "teacher, the directory of a model with the same tokenizer",
+}
+_NOUNS = {"chosen": "chosen answer", "rejected": "rejected answer"}
 COMMENTS = {
     "data.max_prompt_tokens": "the longest of {rows} has {prompt}{with_images}",
     "rollout.prompts_per_step": "with group_size, the rollouts of a step",
     "rollout.max_response_tokens": "a longer response is cut off",
     "pack.max_tokens_per_micro_batch": "of one forward pass on a rank",
     "eval.num_prompts": "of the same file, and never trained on",
+    "held_out.num_prompts": "of the same file, and never trained on",
+    "sft.max_response_tokens": "the longest of {rows} has {answer}",
+    "sft.turns": 'of a conversation; "all" imitates each of its answers',
+    "pairs.max_response_tokens": "the longest of {rows} has {answer}",
     "optim.lr": "the first thing to tune",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """The user's part of a configuration."""
-
-    model: str
-    model_folder: str  # the same, unless `model` is a name on a hub
-    data: FileData
-    data_file: str  # as model_folder
-    download: bool
-    reward: str  # one of REWARDS, or a function
-    gpus: int
-    gpu_gib: float
-    name: str
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of the run."""
-        return self.gpus or RANKS_WITHOUT_GPU
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The number of rows, the longest prompt and answer in tokens, and the model that is to read them."""
-
-    rows: int
-    questions: int  # that differ
-    prompt: int
-    answer: int
-    has_images: bool
-    model: Any  # transformers' config
-
-    @property
-    def model_limit(self) -> int:
-        """How many tokens the model was made for."""
-        return getattr(self.model.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @program("cannot write a configuration")
@@ -118,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     say(
         f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n"
-        f"    spmdrl train {shown(out)}\n\n"
+        f"    spmdrl {choices.task} {shown(out)}\n\n"
         "and compare what is computed of such a model with transformers' own, in a minute, with\n\n"
         f"    spmdrl model {shown(choices.model)}\n"
     )
@@ -133,7 +106,8 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
         problems = [f"{shown(out)} cannot be written: {shown(out.parent)} is no folder; make it, or name another --out"]
     else:
         return choose(arguments)
-    if None not in (arguments.model, arguments.data, arguments.reward):  # so that nothing is asked
+    needed = ("model", "data", *filter(None, [TASKS[arguments.task].needs]))
+    if all(getattr(arguments, name) is not None for name in needed):  # so that nothing is asked
         try:
             choose(arguments)
         except UserError as error:
@@ -144,6 +118,9 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Write a starting configuration for a model and a file of data.")
     parser.add_argument(
+        "--task", choices=[*TASKS], default="train", help="the program that it is for; train unless given"
+    )
+    parser.add_argument(
         "--model", type=option(PathText), metavar="DIR", help="a Hugging Face model directory, or hf:ORGANISATION/NAME"
     )
     parser.add_argument(
@@ -151,6 +128,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prompt-column", metavar="NAME", help="if its name is not a usual one")
     parser.add_argument("--answer-column", metavar="NAME", help='the reference answer; "" if the data has none')
+    parser.add_argument("--response-column", metavar="NAME", help="sft: the response to imitate")
+    parser.add_argument("--chosen-column", metavar="NAME", help="pairs: the answer that is preferred")
+    parser.add_argument("--rejected-column", metavar="NAME", help="pairs: the other answer")
     parser.add_argument("--image-column", metavar="NAME", help='if its name is not a usual one; "" leaves images out')
     parser.add_argument(
         "--image-root",
@@ -160,6 +140,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reward", type=option(str), metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score"
+    )
+    parser.add_argument(
+        "--teacher", type=option(PathText), metavar="DIR", help="distill: the model to learn from, as --model"
     )
     parser.add_argument(
         "--gpus", type=option(Gpus), help="of this machine; 0: its CPU; otherwise as many as are visible"
@@ -181,6 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose(arguments: argparse.Namespace) -> Choices:
     """Complete the options by questions. Raises UserError where there is nobody to ask, or an option is wrong."""
+    _require_meaning(arguments)
     model = arguments.model or _ask("--model", "model directory")
     folder = _here(model_folder, model, "--model", download=arguments.download)
     load_tokenizer(folder)  # says what is wrong before more is asked
@@ -192,36 +176,103 @@ def choose(arguments: argparse.Namespace) -> Choices:
             "on a hub is hf:ORGANISATION/NAME"
         )
     file = _here(data_file, path, "--data", download=arguments.download)
-    record = first_record(FileData(kind=kind, path=file))  # type: ignore[arg-type]
-    columns = list(record)
-    prompt = _column(columns, arguments.prompt_column, PROMPTS, "--prompt-column", "column of the prompt")
-    others = [column for column in columns if column != prompt]
-    answer = _column(others, arguments.answer_column, (*ANSWERS, ""), "--answer-column", "column of the answer")
+    record = first_record(FileSettings(kind=kind, path=file))  # type: ignore[arg-type]
+    columns = _columns(record, arguments)
     images = _image_column(record, arguments.image_column, load_model_config(ModelConfig(path=folder)))
-    reward = arguments.reward or _ask("--reward", f"reward, {', '.join(REWARDS)} or my.py:function")
-    if reward not in REWARDS and ":" not in reward:
-        raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
-    if reward in ("math", "exact") and not answer:
-        raise UserError(f"--reward {reward} compares with a reference answer; name its column with --answer-column")
+    needs = TASKS[arguments.task].needs
+    if needs is not None and getattr(arguments, needs) is None:
+        setattr(arguments, needs, _ask(f"--{needs}", QUESTIONS[needs]))
+    _require_reward(arguments.reward, columns)
+    if arguments.teacher is not None:
+        _here(model_folder, arguments.teacher, "--teacher", download=arguments.download)
+    settings: dict[str, Any] = {"kind": kind, "path": path, "image_column": images, "image_root": arguments.image_root}
+    settings |= {f"{name}_column": column for name, column in columns.items()}
     return Choices(
+        task=arguments.task,
         model=model,
         model_folder=folder,
-        data=FileData(
-            kind=kind,  # type: ignore[arg-type]
-            path=path,
-            prompt_column=prompt,
-            answer_column=answer,
-            answer_after=FINAL if answer and f"\n{FINAL} " in str(record[answer]) else None,
-            image_column=images,
-            image_root=arguments.image_root,
-        ),
+        data=_source(settings, record),
         data_file=file,
+        other_columns=tuple(name for name in record if name not in (*columns.values(), images)),
         download=arguments.download,
-        reward=reward,
+        reward=arguments.reward,
+        teacher=arguments.teacher,
         gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
         gpu_gib=arguments.gpu_gib,
-        name=arguments.name or run_name(model, arguments.data or path),
+        name=arguments.name or run_name(model, arguments.data or path, arguments.task),
     )
+
+
+def _require_meaning(arguments: argparse.Namespace) -> None:
+    """Raise UserError for an option of another task."""
+    task = TASKS[arguments.task]
+    for name in OPTIONS:
+        if getattr(arguments, name) is not None and not task.takes(name):
+            raise UserError(f"--{name.replace('_', '-')} has no meaning for spmdrl {arguments.task}; remove it")
+    if arguments.answer_column and arguments.reward is None and task.needs != "reward":
+        raise UserError("--answer-column is for a reward, and there is none; give --reward, or remove it")
+
+
+def _require_reward(reward: str | None, columns: Mapping[str, str]) -> None:
+    """Raise UserError for a reward that is none, or has nothing to compare with."""
+    if reward is not None and reward not in REWARDS and ":" not in reward:
+        raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
+    if reward in ("math", "exact") and not columns["answer"]:
+        raise UserError(f"--reward {reward} compares with a reference answer; name its column with --answer-column")
+
+
+def _columns(record: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the names of a task's columns by what they hold, "" for one that the data does not have."""
+    task = TASKS[arguments.task]
+    left, found = list(record), dict[str, str]()
+    for name in task.columns:
+        given = getattr(arguments, f"{name}_column")
+        if given is None and _is_elsewhere(name, record, found, arguments):
+            found[name] = ""
+            continue
+        usual, noun = _usual(name, record, task), _NOUNS.get(name, name)
+        if not left and "" not in usual:
+            raise UserError(f"the data has {', '.join(record)} alone, and no column that could be the {noun}")
+        found[name] = _column(left, given, usual, f"--{name}-column", f"column of the {noun}")
+        left = [column for column in left if column != found[name]]
+    return found
+
+
+def _usual(name: str, record: Mapping[str, Any], task: Task) -> Sequence[str]:
+    """Return the usual names of a column: answered conversations come first where they are imitated."""
+    usual = task.columns[name]
+    is_conversation = name == "prompt" and task.settings is SftConfig and _last_role(record, "messages") == "assistant"
+    return ("messages", *usual) if is_conversation else usual
+
+
+def _is_elsewhere(
+    name: str, record: Mapping[str, Any], found: Mapping[str, str], arguments: argparse.Namespace
+) -> bool:
+    """True for a column that is not needed: what it would hold is in another, or there is nothing to compare with."""
+    if name == "response":
+        return _last_role(record, found["prompt"]) == "assistant"
+    if name == "prompt" and "chosen" in found:
+        return _role(record, found["chosen"], 0) not in (None, "assistant")
+    return name == "answer" and arguments.reward is None and TASKS[arguments.task].needs != "reward"
+
+
+def _last_role(record: Mapping[str, Any], column: str) -> str | None:
+    return _role(record, column, -1)
+
+
+def _role(record: Mapping[str, Any], column: str, place: int) -> str | None:
+    """Return the role of a message of a conversation; None where the column has none."""
+    value = record.get(column)
+    return value[place].get("role") if isinstance(value, list) and value and isinstance(value[place], dict) else None
+
+
+def _source(settings: dict[str, Any], record: Mapping[str, Any]) -> FileSettings:
+    """Return the source of a file with these settings, for the rows of which `record` is the first."""
+    if "chosen_column" in settings:
+        return PreferenceFile(**settings)
+    answer = settings.setdefault("answer_column", "")
+    settings["response_column"] = settings.get("response_column") or None
+    return FileData(**settings, answer_after=FINAL if answer and f"\n{FINAL} " in str(record[answer]) else None)
 
 
 def _here(find: Callable[[str, bool], str], name: str, option: str, *, download: bool) -> str:
@@ -277,13 +328,16 @@ def measure(choices: Choices) -> Measured:
     tokenizer = load_tokenizer(choices.model_folder)
     model = load_model_config(ModelConfig(path=choices.model_folder))
     data = choices.data.model_copy(update={"path": choices.data_file})
-    limits = DataConfig(sources=(data,), max_prompt_tokens=INT32_MAX)
+    limits = PromptsConfig(sources=(data,), max_prompt_tokens=INT32_MAX)
     family = vision_family(model)
     counter = None if family is None else ImageCounter(family, choices.model_folder, limits, tokenizer=tokenizer)
+    settings = TASKS[choices.task].settings
+    form = partial(imitated, turns="last") if settings is SftConfig else asked
+    num_answer_tokens = _answer_counter(choices, tokenizer, model)
     prompts, answers, questions, images = list[int](), list[int](), set[int](), 0
-    for row in FileSource(data, seed=0).in_file_order():
+    for row in FileSource(data, seed=0, form=form).in_file_order():
         prompts.append(_prompt_tokens(row, tokenizer, counter))
-        answers.append(len(encode_text(tokenizer, row.answer or "")))
+        answers.append(num_answer_tokens(row))
         questions.add(hash(question_key(row)))
         images += len(row.images)
     return Measured(
@@ -296,6 +350,23 @@ def measure(choices: Choices) -> Measured:
     )
 
 
+def _answer_counter(choices: Choices, tokenizer: PreTrainedTokenizerBase, model: Any) -> Callable[[Row], int]:
+    """Return what counts the tokens of a row's answer: of a pair the longer one, and 0 where there is none."""
+    settings = TASKS[choices.task].settings
+    if not issubclass(settings, TuningConfig):
+        return lambda row: len(encode_text(tokenizer, row.answer or ""))
+    short = Measured(rows=1, questions=1, prompt=1, answer=1, has_images=False, model=model)
+    cfg = settings.model_validate(starting_tables(choices, short))  # counts do not depend on its lengths
+    no_images = NoImages("there is an image after the prompt, and only prompts show images; remove the row")
+    encode = PairEncoder(cfg, tokenizer, stop_token_ids(tokenizer, choices.model_folder), no_images)
+
+    def longer(row: Row) -> int:
+        with in_row(row.where):
+            return max(encode.num_tokens(row.exchanges), encode.num_tokens(row.rejected))
+
+    return longer
+
+
 def _prompt_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, counter: ImageCounter | None) -> int:
     """Count the tokens of a prompt with those of its images, which are not decoded."""
     with in_row(row.where):
@@ -306,50 +377,11 @@ def _prompt_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, counter: ImageC
         return len(token_ids) + sum(counter.num_tokens(image) - 1 for image in row.images if counter)
 
 
-def starting_tables(choices: Choices, measured: Measured) -> dict[str, Any]:
-    """Return the tables of a configuration for what was chosen. Raises UserError where the model is too small."""
-    prompt = min(_round_up(measured.prompt), measured.model_limit - 1)
-    if prompt < measured.prompt:
-        raise UserError(
-            f"the longest prompt has {measured.prompt} tokens, and the model was made for {measured.model_limit} in "
-            "all; take another model, or leave long prompts out of the data"
-        )
-    wanted = RESPONSE_TOKENS.get(choices.reward, _round_up(2 * measured.answer + 1) if measured.answer else 1024)
-    response = min(wanted, measured.model_limit - prompt)
-    ranks = choices.num_ranks
-    held_out = min(MAX_HELD_OUT, measured.questions // 10)  # rows that ask the same are held out together
-    usual = ranks * -(-ROLLOUTS_PER_STEP // (GROUP_SIZE * ranks))
-    # A step asks no question twice, but for data of fewer questions than ranks.
-    prompts = max(ranks, min(usual, (measured.questions - held_out) // ranks * ranks))
-    columns = {"prompt_column", "answer_column", "answer_after", "image_column"}
-    source = choices.data.model_dump(include={"kind", "path", "image_root"} | columns, exclude_none=True)
-    kinds = {"kind": choices.reward} if choices.reward in REWARDS else {"kind": "function", "function": choices.reward}
-    tables: dict[str, Any] = {
-        "run": {"name": choices.name, "num_steps": 200, "seed": 1} | ({"download": True} if choices.download else {}),
-        "model": {"path": choices.model},
-        "data": {"max_prompt_tokens": prompt, "sources": [source]},
-        "rollout": {
-            "prompts_per_step": prompts,
-            "group_size": GROUP_SIZE,
-            "max_response_tokens": response,
-            "engine": "sglang" if choices.gpus and find_spec("sglang") else "torch",
-            "max_running": min(256, prompts * GROUP_SIZE // ranks),
-        },
-        "reward": {"terms": [kinds]},
-        "optim": {"lr": 1e-6 if choices.gpus else 1e-4},
-        "pack": {"max_tokens_per_micro_batch": max(16384, prompt + response)},
-        "checkpoint": {"every": 50},
-    }
-    if tables["rollout"]["engine"] == "sglang" and any(image_problems(Config.model_validate(tables), measured.model)):
-        tables["rollout"]["engine"] = "torch"
-    return tables | ({"eval": {"num_prompts": held_out, "every": 25, "sources": [source]}} if held_out else {})
-
-
 def fit(tables: dict[str, Any], choices: Choices) -> set[str]:
     """Put the settings into the tables that make the run fit its GPUs, and return them. UserError where none do."""
     if not choices.gpus:
         return set()
-    cfg = with_models_here(Config.model_validate(tables))
+    cfg = with_models_here(TASKS[choices.task].settings.model_validate(tables))
     settings = fitting_settings(cfg, num_ranks=choices.num_ranks, device_bytes=int(choices.gpu_gib * GIB))
     for setting, value in settings.items():
         table, _, key = setting.partition(".")
@@ -360,7 +392,7 @@ def fit(tables: dict[str, Any], choices: Choices) -> set[str]:
 def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fitted: Collection[str]) -> Iterator[str]:
     """Yield the lines of the configuration, with comments."""
     machine = f"{choices.gpus} GPU{'s' * (choices.gpus > 1)}" if choices.gpus else "a CPU"
-    yield f"# Learning by rewards on {machine}; `docs/configuration.md` has every setting."
+    yield f"# {TASKS[choices.task].about} on {machine}; `docs/configuration.md` has every setting."
     for name, table in tables.items():
         yield f"\n[{name}]"
         for key, value in table.items():
@@ -368,7 +400,7 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
                 continue
             with_images = ", with those of its images" if measured.has_images else ""
             comment = COMMENTS.get(f"{name}.{key}", "").format(
-                rows=measured.rows, prompt=measured.prompt, with_images=with_images
+                rows=measured.rows, prompt=measured.prompt, answer=measured.answer, with_images=with_images
             )
             if f"{name}.{key}" in fitted:
                 comment = f"so that it fits into {choices.gpu_gib:g} GiB"
@@ -376,6 +408,8 @@ def lines_of(tables: Mapping[str, Any], choices: Choices, measured: Measured, fi
         for source in table.get("sources", ()):
             yield f"\n[[{name}.sources]]"
             yield from (f"{key} = {inline(value)}" for key, value in source.items())
+            if choices.other_columns:
+                yield f"# other columns of the data: {', '.join(map(shown, choices.other_columns))}"
     yield ""
 
 
@@ -395,15 +429,10 @@ def _write(out: Path, text: str, choices: Choices) -> None:
 def _require_start(out: Path, choices: Choices) -> None:
     """Raise UserError when the configuration does not pass its dry run."""
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
-        code = program_of("spmdrl.train")([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
+        code = program_of(MODULES[choices.task])([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
     if code:
         problems = said.getvalue().partition("cannot start:")[2].strip()
         raise UserError("\n".join(line.strip().removeprefix("- ") for line in problems.splitlines()))
-
-
-def _round_up(tokens: int) -> int:
-    """Return the next power of two, from 16 on."""
-    return max(16, 1 << (tokens - 1).bit_length())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Run on this machine: `python -m spmdrl.tools.local spmdrl.train CONFIG.toml [section.key=value ...] [--nproc N]`, or
-`spmdrl.train MODEL DATA --reward KIND ...`, for which `tools/init.py` writes the configuration first.
+`train MODEL DATA --reward KIND ...`, for which `tools/init.py` writes the configuration first; the same for `sft`,
+`pairs` and `distill`.
 
 The settings are checked once, and then one process for each GPU starts, or two where there is none. Without a GPU what
 every process would import is imported once (`faults/forked.py`); on GPUs torchrun starts the ranks.
@@ -22,7 +23,8 @@ from spmdrl.faults.supervise import Commands, Requests, Starter, count_gpus, dry
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
 
-MODULES = ("spmdrl.train", "spmdrl.sft", "spmdrl.pairs")
+# The programs of ranks, by what they are started for.
+MODULES = {"train": "spmdrl.train", "sft": "spmdrl.sft", "pairs": "spmdrl.pairs", "distill": "spmdrl.train"}
 RANKS_WITHOUT_GPU = 2
 # Without --local-addr, rendezvous would use this machine's host name, which may not resolve.
 STANDALONE = ("-m", "spmdrl.faults.torchrun", "--standalone", "--local-addr", "127.0.0.1")
@@ -63,10 +65,18 @@ def starter_of(
 
 
 def _names_a_model(argv: Sequence[str]) -> bool:
-    """True for `spmdrl.train MODEL DATA ...`: neither is a TOML file, an option or a setting."""
+    """True for `train MODEL DATA ...`: neither is a TOML file, an option or a setting."""
     places = argv[1:3]
     is_place = [not (one.startswith("-") or one.endswith(".toml") or "=" in one) for one in places]
-    return argv[:1] == ["spmdrl.train"] and len(places) == 2 and all(is_place)
+    return len(places) == 2 and all(is_place)
+
+
+def _task(argv: Sequence[str]) -> str:
+    """Return what is started: a name of MODULES, also where the module is named."""
+    name = argv[0].removeprefix("spmdrl.") if argv else ""
+    if name not in MODULES:
+        Parser().error(f'"{name}" is no program of ranks; they are {", ".join(MODULES)}')
+    return name
 
 
 def _with_configuration(argv: Sequence[str]) -> list[str]:
@@ -75,7 +85,8 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
     The file is named after the run, and a second start with the same options finds it. Raises SystemExit where it was
     written for others, and where `spmdrl init` writes none; it has said why.
     """
-    module, model, data, *rest = argv
+    _, model, data, *rest = argv
+    task = _task(argv)
     own, options, others = [], {"--model": model, "--data": data}, iter(rest)
     for one in others:
         name, _, value = one.partition("=")
@@ -87,38 +98,45 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
             own += [name, value or next(others, "")]
         else:
             options[name] = value or next(others, "")
-    options.setdefault("--name", run_name(model, data))
+    options.setdefault("--name", run_name(model, data, task))
     given = [f"{name}={value}" if value else name for name, value in options.items()]
-    written, header = Path(f"{options['--name']}.toml"), f"# spmdrl train {shlex.join(given)}\n"
+    written, header = Path(f"{options['--name']}.toml"), f"# spmdrl {task} {shlex.join(given)}\n"
     if written.exists():
         if written.read_text(encoding="utf-8", errors="replace").startswith(header):
-            return [module, str(written), *own]
-        problem = (
-            f"{written} is there already, and was not written for these options; start it with `spmdrl train "
+            return [task, str(written), *own]
+        raise _refused(
+            f"{written} is there already, and was not written for these options; start it with `spmdrl {task} "
             f"{written}`, give the run another --name, or remove the file"
         )
-        say(list_problems("cannot start", problem), sys.stderr)
-        raise SystemExit(EXIT_USER_ERROR)
-    command = [sys.executable, "-m", "spmdrl.tools.init", "--out", str(written), *given]
+    if "--task" in options:
+        raise _refused(f"--task has no meaning for spmdrl {task}, which says it; remove it")
+    command = [sys.executable, "-m", "spmdrl.tools.init", "--out", str(written), *given, "--task", task]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise SystemExit(code)
     written.write_text(header + written.read_text(encoding="utf-8"), encoding="utf-8")
     say(f"wrote {written}, with every setting that was chosen")
-    return [module, str(written), *own]
+    return [task, str(written), *own]
 
 
-def run_name(model: str, data: str) -> str:
-    """Return a name for a run on a model and data, which may be names on a hub."""
+def _refused(problem: str) -> SystemExit:
+    """Say what is wrong, and return how the program ends."""
+    say(list_problems("cannot start", problem), sys.stderr)
+    return SystemExit(EXIT_USER_ERROR)
+
+
+def run_name(model: str, data: str, task: str = "train") -> str:
+    """Return a name for a run on a model and data, which may be names on a hub; training by rewards adds no word."""
     read = data.split("@")[0].removeprefix("hf:").partition(":")[0] if data.startswith("hf:") else Path(data).stem
     text = f"{Path(model.partition('@')[0]).name}-{read}"
     name = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
-    return name.lstrip("._-")[:200] or "run"
+    return (name.lstrip("._-")[:190] or "run") + ("" if task == "train" else f"-{task}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         description="Check the settings, and run on this machine: one process for each GPU, two without a GPU. "
-        "`spmdrl train MODEL DATA --reward KIND` writes the configuration first, with the options of `spmdrl init`.",
+        "`spmdrl train MODEL DATA --reward KIND`, `spmdrl sft MODEL DATA`, `spmdrl pairs MODEL DATA` and `spmdrl "
+        "distill MODEL DATA --teacher MODEL` write the configuration first, with the options of `spmdrl init`.",
         epilog="settings are documented in docs/configuration.md, exit codes in docs/faults.md",
     )
     parser.add_argument("config", nargs="?", help="TOML file")
@@ -126,9 +144,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", "--ranks", type=int, help="another number of processes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
     arguments = parser.parse_intermixed_args(argv[1:])
-    arguments.module = argv[0] if argv else ""
-    if arguments.module not in MODULES:
-        parser.error(f'"{arguments.module}" is no program of ranks; they are {", ".join(MODULES)}')
+    arguments.module = MODULES[_task(argv)]
     if arguments.config is None:
         parser.error("name a TOML file; `spmdrl init` writes one")
     if arguments.nproc is not None and arguments.nproc < 1:

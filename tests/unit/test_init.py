@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from spmdrl.tools import local
-from spmdrl.tools.init import choose, main, measure, parse, starting_tables
+from spmdrl.tools.init import choose, main, measure, parse
+from spmdrl.tools.starting import starting_tables
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main as train
 from tests.helpers.vision import photo, save_vision_files
@@ -184,6 +185,113 @@ def test_one_line_writes_a_configuration_and_starts_it(
         if wrong == "--reward=math":
             assert said in capsys.readouterr().err
     assert not Path("new.toml").exists()
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+SUM = {"question": "2 + 2 =", "label": "4"}
+PAIRS = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " no idea"}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "options", "columns"),
+    [
+        ("sft", {"question": "2 + 2 =", "completion": " four"}, [], {"prompt": "question", "response": "completion"}),
+        ("sft", {"id": 1, "text": "2 + 2 =", "reply": " four"}, ["--prompt-column=text", "--response-column=reply"],
+         {"prompt": "text", "response": "reply"}),
+        ("sft", {"prompt": "2 + 2?", "messages": CHAT}, [], {"prompt": "messages"}),
+        ("pairs", PAIRS, [], {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}),
+        ("pairs", {"chosen": "2 + 2 = four", "rejected": "2 + 2 = five or so"}, [], {"prompt": ""}),
+        ("pairs", {"prompt": "2 + 2?", "chosen": CHAT, "rejected": [CHAT[0], CHAT[1] | {"content": "many!"}]}, [],
+         {"prompt": ""}),
+        ("distill", SUM, [], {"prompt": "question", "answer": ""}),
+        ("distill", SUM, ["--reward=exact"], {"prompt": "question", "answer": "label"}),
+    ],
+)  # fmt: skip
+def test_each_kind_of_run_starts_from_a_model_and_data(
+    talker: Path, task: str, row: dict[str, Any], options: list[str], columns: dict[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(numbered(row, n)) + "\n" for n in range(40)))
+    given = ["--task", task, "--model", str(talker), "--data", "rows.jsonl", "--gpus", "0", *options]
+    assert main(given + (["--teacher", str(talker)] if task == "distill" else [])) == 0  # it has passed its dry run
+    tables = written()
+    (source,) = tables["data"]["sources"]
+    assert {name: source[f"{name}_column"] for name in columns} == columns
+    assert ("response_column" in source) == (task == "sft" and "response" in columns)
+    limits = tables["sft" if task == "sft" else "pairs" if task == "pairs" else "rollout"]
+    if task == "distill":
+        assert tables["models"]["teacher"]["path"] == str(talker) and limits["group_size"] == 1
+        assert ("eval" in tables) == ("reward" in tables) == bool(options)
+    else:
+        assert limits["max_response_tokens"] == 16 and tables["run"]["num_steps"] == {"sft": 40, "pairs": 20}[task]
+        assert tables["held_out"]["num_prompts"] == 4 and tables["held_out"]["sources"] == [source]
+    assert ("# other columns of the data: id\n" in Path("mine.toml").read_text()) == ("id" in row)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("init-talker") / "model"
+    save_tiny_model(folder, num_layers=1, hidden_size=32, chat=True)
+    return folder
+
+
+def numbered(row: Any, number: int) -> Any:
+    """The row with another question."""
+    if isinstance(row, dict):
+        return {name: numbered(value, number) for name, value in row.items()}
+    if isinstance(row, list):
+        return [numbered(value, number) for value in row]
+    return row.replace("2 + 2", f"2 + {number}") if isinstance(row, str) else row
+
+
+def test_one_line_starts_each_kind_of_run(model: Path, sums: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: dict[str, list[str]] = {"sft": [], "distill": ["--teacher", str(model)]}
+    for task, options in lines.items():
+        line = [task, str(model), "sums.jsonl", *options, "--dry-run"]
+        assert local.main(line) == 0 and f"wrote model-sums-{task}.toml" in capsys.readouterr().out
+        assert Path(f"model-sums-{task}.toml").read_text().startswith(f"# spmdrl {task} --model={model}")
+    assert local.main(["spmdrl.sft", "model-sums-sft.toml", "--dry-run"]) == 0
+    for wrong, said in {
+        ("sft", "--lr=1"): "model-sums-sft.toml is there already, and was not written for these options; start it with "
+        "`spmdrl sft model-sums-sft.toml`",
+        ("sft", "--task=pairs", "--name=x"): "--task has no meaning for spmdrl sft",
+        ("tune",): '"tune" is no program of ranks; they are train, sft, pairs, distill',
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            local.main([wrong[0], str(model), "sums.jsonl", *wrong[1:]])
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "options", "words"),
+    [
+        ("sft", {"prompt": "1 + 1"}, [], "the data has prompt alone, and no column that could be the response"),
+        ("sft", {"prompt": "1 + 1", "reply": "2", "id": 1}, [],
+         "--response-column is needed (column of the response, of reply, id): there is no terminal"),
+        ("sft", SUM, ["--reward", "math"], "--reward has no meaning for spmdrl sft; remove it"),
+        ("sft", {"prompt": "1", "answer": "2" * 300}, [],
+         "the longest prompt has 1 tokens and the longest answer 301, and the model was made for 256 in all"),
+        ("pairs", {"prompt": "1 + 1", "good": "2", "bad": "3"}, [],
+         "--chosen-column is needed (column of the chosen answer, of prompt, good, bad)"),
+        ("pairs", PAIRS | {"chosen": " no idea"}, [],
+         "rows.jsonl line 1: the chosen and the rejected answer are equal"),
+        ("distill", {"prompt": "1 + 1"}, [], "--teacher is needed (teacher, the directory of a model with the same"),
+        ("distill", {"prompt": "1 + 1", "answer": "2"}, ["--answer-column", "answer", "--teacher", "x"],
+         "--answer-column is for a reward, and there is none"),
+        ("distill", {"prompt": "1 + 1"}, ["--teacher", "none"], "none"),
+        ("train", PAIRS, ["--chosen-column", "chosen"], "--chosen-column has no meaning for spmdrl train; remove it"),
+    ],
+)  # fmt: skip
+def test_what_a_kind_of_run_lacks_is_asked_for_in_a_sentence(
+    model: Path, task: str, row: dict[str, Any], options: list[str], words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["--task", task, "--model", str(model), "--data", "rows.jsonl", "--gpus", "0", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cannot write a configuration: ") and words in said and not Path("mine.toml").exists()
 
 
 @pytest.mark.parametrize(
