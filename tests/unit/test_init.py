@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -245,7 +246,13 @@ def numbered(row: Any, number: int) -> Any:
     return row.replace("2 + 2", f"2 + {number}") if isinstance(row, str) else row
 
 
-def test_one_line_starts_each_kind_of_run(model: Path, sums: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_starts_each_kind_of_run(
+    model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, main(command[3:]))  # saves the imports of a process
+
+    monkeypatch.setattr(subprocess, "run", here)
     lines: dict[str, list[str]] = {"sft": [], "distill": ["--teacher", str(model)]}
     for task, options in lines.items():
         line = [task, str(model), "sums.jsonl", *options, "--dry-run"]
@@ -279,7 +286,7 @@ def test_one_line_starts_each_kind_of_run(model: Path, sums: Path, capsys: pytes
         ("distill", {"prompt": "1 + 1"}, [], "--teacher is needed (teacher, the directory of a model with the same"),
         ("distill", {"prompt": "1 + 1", "answer": "2"}, ["--answer-column", "answer", "--teacher", "x"],
          "--answer-column is for a reward, and there is none"),
-        ("distill", {"prompt": "1 + 1"}, ["--teacher", "none"], "none"),
+        ("distill", {"prompt": "1 + 1"}, ["--teacher", "none"], 'models.teacher.path = "none"'),
         ("train", PAIRS, ["--chosen-column", "chosen"], "--chosen-column has no meaning for spmdrl train; remove it"),
     ],
 )  # fmt: skip
