@@ -204,6 +204,7 @@ class Collector:
             return
         with as_written(f"collector.json of step {step}", "a run"):
             measured = MEASUREMENTS.load(saved.get("curriculum", {}))
+        self._curriculum.require_same_sources(measured)
         self._after = {step: _Progress(cursor=saved["cursor"], measured=measured)}
         if saved.get("ahead") is not None:
             self._message(f"the checkpoint holds rollouts of step {step + 1} by older weights; they are sampled again")

@@ -43,6 +43,7 @@ class Measurements:
     rows: Mapping[int, Mapping[int, Measured]] = field(default_factory=dict)  # by source and row
     recent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # latest rates, by a source that opens others
     opened: tuple[str, ...] = ()  # sources whose gates are open
+    source_rows: tuple[int | None, ...] = ()  # of each source that was measured; None where rows are generated
 
 
 NOTHING_MEASURED = Measurements()
@@ -63,6 +64,9 @@ class InOrder:
     def after(self, so_far: Measurements, rates: Sequence[Success]) -> Measurements:
         """Return what is measured after a step in which all ranks together have seen these rates."""
         return so_far
+
+    def require_same_sources(self, measured: Measurements) -> None:
+        """Raise UserError for rates that an earlier run has measured of other data."""
 
     def metrics(self, measured: Measurements, first: int, end: int) -> Metrics:
         """Metrics of a step that has taken prompts from `first` to before `end`, after which so much is measured."""
@@ -164,7 +168,16 @@ class Curriculum(InOrder):
             latest = recent.get(gate.after, ())[-gate.groups :]
             if gate.opens not in opened and len(latest) == gate.groups and sum(latest) >= gate.success * gate.groups:
                 opened.append(gate.opens)
-        return Measurements(rows, recent, tuple(opened))
+        return Measurements(rows, recent, tuple(opened), tuple(self._prompts.num_rows))
+
+    def require_same_sources(self, measured: Measurements) -> None:
+        before, now = measured.source_rows, tuple(self._prompts.num_rows)
+        if before and before != now:
+            counts = [", ".join("generated" if rows is None else f"{rows:,}" for rows in each) for each in (before, now)]
+            raise UserError(
+                f"data.curriculum goes by success rates of sources with {counts[0]} rows, and data.sources now have "
+                f"{counts[1]}; set data.sources back, or begin a new run"
+            )
 
     def metrics(self, measured: Measurements, first: int, end: int) -> Metrics:
         numbers = self._prompts.num_rows
