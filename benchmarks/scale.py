@@ -196,6 +196,8 @@ def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
             s.teacher,
             s.num_hinted,
             s.num_replaced,
+            s.num_layers,
+            s.num_chosen,
             s.reward,
             s.baseline_reward,
             s.earned,

@@ -238,8 +238,8 @@ def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:
 
 def term_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
     """How the terms of this rank's rewards differ within their groups: each one's standard deviation, and its
-    correlation with what all others count together."""
-    if not rewarded:
+    correlation with what all others count together. None of groups of one."""
+    if not rewarded or cfg.rollout.group_size == 1:
         return {}
     terms, weights = _terms([one.outcome for one in rewarded], cfg)
     if len(terms) < 2:

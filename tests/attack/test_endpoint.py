@@ -51,7 +51,7 @@ class Echo:
     def refuse(self) -> None:
         pass
 
-    def add_reward(self, reward: float, metrics: Any) -> None:
+    def add_reward(self, reward: float, metrics: Any, role: str | None = None) -> None:
         bounded("the reward", reward)
 
 

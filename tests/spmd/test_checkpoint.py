@@ -96,6 +96,8 @@ def _restored(path: str, folder: str, steps: list[int]) -> list[dict[str, Tensor
                 "cursor": step,
                 "sampling": {},
                 "carried": [],
+                "curriculum": {},
+                "ahead": None,
             }
             with pytest.raises(UserError, match="holds policy, but this run trains policy and critic"):
                 checkpoint.restore(Path(folder), {"policy": learner, "critic": learner}, meshes.training, step=step)

@@ -124,7 +124,7 @@ class Desk:
     def refuse(self) -> None:
         self.num_refused += 1
 
-    def add_reward(self, reward: float, metrics: Any) -> None: ...
+    def add_reward(self, reward: float, metrics: Any, role: str | None = None) -> None: ...
 
 
 async def sent(endpoint: Endpoint, key: str, body: bytes, *lines: str) -> tuple[asyncio.StreamReader, Any]:
