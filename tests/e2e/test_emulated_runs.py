@@ -119,9 +119,12 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def compared(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step that do not depend on the layout: of learning, sampling and judging."""
-    names = ("update", "reward", "rollout", "eval")
-    return [{name: value for name, value in row.items() if name.split("/")[0] in names} for row in steady_rows(run)]
+    """The numbers of each step that do not depend on the layout: of learning, sampling and judging."""
+    kinds = ("update", "reward", "rollout", "eval")
+    return [
+        {name: value for name, value in row.items() if name.split("/")[0] in kinds and value is not None}
+        for row in steady_rows(run)
+    ]
 
 
 def responses(run: Path) -> dict[tuple[Any, ...], str]:
