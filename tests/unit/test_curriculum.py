@@ -162,7 +162,7 @@ def test_what_a_checkpoint_has_goes_on_with_the_same_prompts(tmp_path: Path, set
     assert [again.step(7) for _ in range(7)] == taken[5:]
     assert taken != [list(range(7 * step, 7 * step + 7)) for step in range(12)]
     again.chosen.require_same_sources(stopped.measured)
-    with pytest.raises(UserError, match="success rates of sources with 40, 40 rows, and data.sources now have 40;"):
+    with pytest.raises(UserError, match=r"of sources with 40, 40 rows, and data\.sources now have 40;"):
         curriculum(stream(tmp_path, "a"), kind="band").require_same_sources(stopped.measured)
 
 
