@@ -173,7 +173,9 @@ class Curriculum(InOrder):
     def require_same_sources(self, measured: Measurements) -> None:
         before, now = measured.source_rows, tuple(self._prompts.num_rows)
         if before and before != now:
-            counts = [", ".join("generated" if rows is None else f"{rows:,}" for rows in each) for each in (before, now)]
+            counts = [
+                ", ".join("generated" if rows is None else f"{rows:,}" for rows in each) for each in (before, now)
+            ]
             raise UserError(
                 f"data.curriculum goes by success rates of sources with {counts[0]} rows, and data.sources now have "
                 f"{counts[1]}; set data.sources back, or begin a new run"
