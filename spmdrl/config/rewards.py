@@ -142,7 +142,7 @@ class JudgeReward(_Term):
     system_prompt: str | None = None
     """Message before the question. Unset: there is none."""
     score_field: str = "score"
-    """Field of the last outermost JSON object in the judge's answer that has it: a number, true for 1 or false for 0."""
+    """Field of the last outermost JSON object of the answer that has it: a number, true for 1 or false for 0."""
     score_pattern: Annotated[str, AfterValidator(_one_group)] | None = None
     """In place of `score_field`: a regular expression whose one group is the score; its last match counts."""
     lowest: Coefficient = 0.0
