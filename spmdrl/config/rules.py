@@ -202,15 +202,6 @@ def state_on_host_is_not_moved(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config, TuningConfig)
-def prefix_trees_need_whole_sequences(cfg: Config | TuningConfig) -> Iterator[str]:
-    if cfg.pack.prefix_tree != "off" and cfg.parallel.cp > 1 and cfg.parallel.cp_style != "ulysses":
-        yield (
-            f'pack.prefix_tree = "{cfg.pack.prefix_tree}", but with parallel.cp_style = "{cfg.parallel.cp_style}" a '
-            'rank asks only for the tokens right before its own; set cp_style = "ulysses", or prefix_tree = "off"'
-        )
-
-
-@rule(Config, TuningConfig)
 def state_on_host_needs_the_device(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.model.cpu_offload and cfg.optim.state_on_host:
         yield (

@@ -34,7 +34,8 @@ from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import Block, score_cap, seeing_blocks
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, refuse_sinks, window_size
-from spmdrl.types import UserError
+from spmdrl.model.tree_attention import chunk_of_tree, tree_attention
+from spmdrl.types import PrefixTree, UserError
 
 # Attention under context parallelism by the ring_flash_attn package, where it is installed.
 
@@ -159,13 +160,42 @@ def context_attention(
         offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
         assert kernel != "invariant", "true_on_policy = true was not refused with parallel.cp"
         attend = causal_attention(SequenceLayout(mine, offsets, (earlier,)), kernel)
-        return _ChunkView(attend, send=sent[rank], receive=[by_sender[rank] for by_sender in sent])
+        send = [slice(num_tokens - count, num_tokens) for count in sent[rank]]
+        return _ChunkView(attend, send, receive=[by_sender[rank] for by_sender in sent])
 
     gathered = _AllGatherAttention(chunk_view, heads_per_group, mesh)
     if not (kernel == "flash_attn_2" and has_ring_attention()):
         return gathered
     ring = ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)  # which cannot cap scores
     return lambda q, k, v, layer: (ring if layer.softcap is None else gathered)(q, k, v, layer)
+
+
+def context_tree_attention(
+    tree: PrefixTree, kernel: Kernel, mesh: DeviceMesh, *, style: Style, device: torch.device
+) -> Attend:
+    """`context_attention` over a prefix tree, for this rank's chunk of its rows; R divides their number."""
+    if style == "ulysses":
+        return UlyssesAttention(tree_attention(tree, kernel, device), mesh)
+    ranks, rank, num_tokens = mesh.size(), mesh.get_local_rank(), len(tree.tokens) // mesh.size()
+
+    @functools.cache
+    def chunk_view(window: int | None) -> _ChunkView:
+        edges = pairwise(range(0, len(tree.tokens) + 1, num_tokens))
+        chunks = [chunk_of_tree(tree, chunk, window, device) for chunk in edges]
+        seen = torch.zeros(ranks, ranks, num_tokens, dtype=torch.bool)  # [who sees, whose, token of the chunk]
+        for by_receiver, (_, keys) in zip(seen, chunks, strict=True):
+            by_receiver.view(-1)[keys] = True
+        layout, keys = chunks[rank]
+        places = (seen[rank].flatten().cumsum(0) - 1)[keys].to(device)  # of the keys, among those received and own
+        seen.diagonal().fill_(False)
+        causal = causal_attention(layout, kernel)
+        return _ChunkView(
+            lambda q, k, v, layer: causal(q, k[places], v[places], layer),
+            send=[tokens.nonzero().flatten().to(device) for tokens in seen[:, rank]],
+            receive=seen[rank].sum(1).tolist(),
+        )
+
+    return _AllGatherAttention(chunk_view, functools.partial(_heads_per_group, len(tree.rows)), mesh)
 
 
 def gather_tokens(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -269,7 +299,7 @@ class _ChunkView:
     """The attention of this rank's queries under one window, and the tokens that ranks exchange for it."""
 
     attend: CausalAttention
-    send: list[int]  # [R] tokens from the end of this chunk for each rank
+    send: Sequence[slice | Tensor]  # [R] tokens of this chunk for each rank
     receive: list[int]  # [R] tokens that each rank sends, in the order of the tokens
 
 
@@ -308,7 +338,8 @@ class _AllGatherAttention:
 def _heads_per_group(total_tokens: int, key: Tensor) -> int:
     """Return the most heads of key [1, K, n, D] that divide K and keep within HEAD_GROUP_BYTES.
 
-    Bytes are counted for the tokens of all ranks, not for those this rank receives: all ranks need as many groups.
+    Bytes are counted for the tokens of all ranks, not for those this rank receives: all ranks need as many groups. Of
+    a tree they are those of whole sequences, because each node gets a copy of the keys above it.
     """
     num_heads, head_dim = key.shape[1], key.shape[3]
     head_bytes = 2 * total_tokens * head_dim * key.itemsize
@@ -318,8 +349,8 @@ def _heads_per_group(total_tokens: int, key: Tensor) -> int:
 
 def _with_earlier_tokens(local: Tensor, view: _ChunkView, mesh: DeviceMesh) -> Tensor:
     """Put the values of the earlier tokens that this rank's queries see before its own values [n, ...]."""
-    sent = torch.cat([local[len(local) - count :] for count in view.send])
-    return torch.cat([_Exchange.apply(sent, view.send, view.receive, mesh), local])
+    sent = [local[tokens] for tokens in view.send]
+    return torch.cat([_Exchange.apply(torch.cat(sent), [*map(len, sent)], view.receive, mesh), local])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
-from spmdrl.model.context import Style, UlyssesAttention, context_attention, gather_tokens
+from spmdrl.model.context import Style, context_attention, context_tree_attention, gather_tokens
 from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layer_states import NodeLevels
@@ -276,8 +276,10 @@ class PackedModel(nn.Module):
         cu_seqlens, blocks = self._on_device(micro_batch.cu_seqlens), self.trunk.seen_whole(micro_batch.images)
         if micro_batch.tree is not None:
             assert not blocks, "preflight refuses prefix trees where the tokens of an image see each other"
-            causal = tree_attention(micro_batch.tree, self.kernel, self._device)
-            return on_packed(causal) if self.context is None else UlyssesAttention(causal, self.context)
+            of_tree = (micro_batch.tree, self.kernel)
+            if self.context is None:
+                return on_packed(tree_attention(*of_tree, self._device))
+            return context_tree_attention(*of_tree, self.context, style=self.context_style, device=self._device)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
             return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)

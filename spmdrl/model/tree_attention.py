@@ -5,8 +5,8 @@ sequence and its descendants are the queries; nodes of the same depth are the se
 computes what nodes see of themselves. The results are weighed by their normalizers (`attention_layer.py`), and there is
 no mask.
 
-Where a layer has a window, or the kernel returns no normalizer, each node gets a copy of the keys that it sees above,
-and one call computes sequences that have more keys than queries.
+Where a layer has a window, the kernel returns no normalizer, or a rank has only a chunk of the rows, each node gets a
+copy of the keys that it sees above, and one call computes sequences that have more keys than queries.
 """
 
 from __future__ import annotations
@@ -101,20 +101,36 @@ def _with_copies(
     tree: PrefixTree, kernel: Kernel, window: int | None, device: torch.device
 ) -> tuple[CausalAttention, Tensor]:
     """Return the attention of nodes with more keys than queries, and the rows that are these keys."""
+    layout, keys = chunk_of_tree(tree, (0, len(tree.tokens)), window, device)
+    return causal_attention(layout, kernel), keys.to(device)
+
+
+def chunk_of_tree(
+    tree: PrefixTree, chunk: Span, window: int | None, device: torch.device
+) -> tuple[SequenceLayout, Tensor]:
+    """Return a chunk of the rows as sequences, one for each node that has a part in it, and the rows of their keys.
+
+    The keys, [L] int64 on the host, are those of the part and as many before it as a window lets its queries see: rows
+    of the same node, then of those above it. None of them comes after the chunk.
+    """
     starts = [*accumulate(tree.lengths, initial=0)]
-    earlier, keys = [], []
-    for node, parent in enumerate(tree.parents):
-        spans, missing = [(starts[node], starts[node + 1])], starts[-1] if window is None else window - 1
-        while parent >= 0 and missing:
-            first = max(starts[parent], starts[parent + 1] - missing)
-            spans.insert(0, (first, starts[parent + 1]))
-            missing -= starts[parent + 1] - first
-            parent = tree.parents[parent]
+    queries, earlier, keys = [], [], []
+    for node in range(len(tree.parents)):
+        first, end = max(starts[node], chunk[0]), min(starts[node + 1], chunk[1])
+        if first >= end:
+            continue
+        spans, missing = [(first, end)], first if window is None else window - 1
+        above, edge = node, first
+        while above >= 0 and missing:
+            seen = max(starts[above], edge - missing)
+            spans.insert(0, (seen, edge))
+            missing -= edge - seen
+            above = tree.parents[above]
+            edge = starts[above + 1]
         keys.append(_rows(spans))
-        earlier.append(len(keys[-1]) - tree.lengths[node])
-    seqlens = [*tree.lengths]
-    layout = SequenceLayout(seqlens, cumulative(seqlens, device), earlier)
-    return causal_attention(layout, kernel), torch.cat(keys).to(device)
+        queries.append(end - first)
+        earlier.append(len(keys[-1]) - queries[-1])
+    return SequenceLayout(queries, cumulative(queries, device), earlier), torch.cat(keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,15 @@ MODELS: dict[str, Callable[[Path], str]] = {
         path, vocab_size=VOCABULARY, num_key_value_heads=4, linear_num_key_heads=4, num_experts=8
     ),
 }
+STYLES: list[dict[str, Any]] = [{"cp_style": "ulysses"}, {}]
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"cp": 2, "cp_style": "ulysses"}),
+    (2, {"cp": 2}),
     (2, {"tp": 2}),
     (2, {"ep": 2}),
     (4, {"cp": 2, "cp_style": "ulysses", "tp": 2}),
+    (4, {"cp": 4}),
     (4, {"dp_replicate": 2}),
 ]
 
@@ -73,7 +76,7 @@ def settings_of(path: str, **changes: Any) -> Settings:
 
 
 def test_trees_train_as_sequences_do(tmp_path: Path) -> None:
-    require_same(settings_of(MODELS["dense"](tmp_path)), [tree_case(2, {"cp": 2, "cp_style": "ulysses"})])
+    require_same(settings_of(MODELS["dense"](tmp_path)), [tree_case(2, {"cp": 2, **style}) for style in STYLES])
 
 
 @pytest.mark.slow
@@ -89,5 +92,5 @@ def test_trees_train_as_sequences_do_in_every_layout(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["dense", "gated delta net"])
 def test_adapters_train_on_trees_as_on_sequences(name: str, tmp_path: Path) -> None:
     path = MODELS[name](tmp_path)
-    cases = [tree_case(), tree_case(2), tree_case(2, {"cp": 2, "cp_style": "ulysses"})]
+    cases = [tree_case(), tree_case(2), *(tree_case(2, {"cp": 2, **style}) for style in STYLES)]
     require_same(settings_of(path, lora=LoraConfig(rank=4, alpha=6.0)), cases)

@@ -462,7 +462,6 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "cp_style_needs_cp": ("parallel.cp_style=ulysses",),
     "one_size_of_micro_batches": ("pack.sequences_per_micro_batch=2",),
     "prefix_trees_need_a_budget": ('pack={ sequences_per_micro_batch = 2, prefix_tree = "auto" }',),
-    "prefix_trees_need_whole_sequences": ("pack.prefix_tree=auto", "parallel.cp=2"),
     "loaded_rollouts_are_not_saved_again": ("debug.load_rollouts=a", "debug.save_rollouts=1"),
     "max_draw_ratio_needs_dynamic_sampling": ("rollout.max_draw_ratio=2.0",),
     "max_draw_ratio_allows_oversampling": (

@@ -22,7 +22,7 @@ from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, Policy, RewardModel
 from spmdrl.model.routes import Routers
-from spmdrl.model.tree_attention import tree_attention, tree_problems
+from spmdrl.model.tree_attention import chunk_of_tree, tree_attention, tree_problems
 from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.units import pack_over_places
@@ -125,12 +125,21 @@ def test_attention_over_a_tree_is_that_over_its_sequences(kernel: Kernel, name: 
     def as_tree(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return over_tree(q, k, v, layer(sinks))[tree.rows]
 
+    def in_chunks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        found = []
+        for chunk in pairwise([0, 33, 50, len(q)]):
+            layout, keys = chunk_of_tree(tree, chunk, settings.get("window"), q.device)
+            found.append(causal_attention(layout, kernel)(q[slice(*chunk)], k[keys], v[keys], layer(sinks)))
+        return torch.cat(found)[tree.rows]
+
     def flat(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return over_sequences(*(x[tree.rows] for x in (q, k, v)), layer(sinks))
 
     bound = 1e-10 if dtype == torch.float64 else 2e-5
-    for one, other in zip(gradients(as_tree, leaves), gradients(flat, leaves), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=bound)
+    expected = gradients(flat, leaves)
+    for found in (as_tree, in_chunks):
+        for one, other in zip(gradients(found, leaves), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=bound)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
