@@ -133,7 +133,7 @@ def test_experts_that_no_token_takes_have_gradients_of_zero() -> None:
     """As a rank needs them, whose tokens all go to experts that compute nothing."""
     model = AutoModelForCausalLM.from_config(config_of("longcat_flash"))
     (first, *_) = made = [module for module, _ in joining_experts(model)]
-    assert len(made) == 2
+    assert len(made) == len(model.model.layers)
     set_classes(joining_experts(model))
     tokens, nothing = torch.randn(3, 32), torch.tensor([[4, 5], [6, 7], [5, 4]])
     found = first(tokens, nothing, torch.full((3, 2), 0.5))
