@@ -356,7 +356,7 @@ def test_a_step_that_kills_its_process_once_is_asked_again(counts: EnvironmentCl
 def test_a_process_that_dies_when_nothing_is_asked_is_not_started_for_ever(counts: EnvironmentClient) -> None:
     environment = counts.open(begin())
     assert text(play(environment, "die_later")[1]).startswith("die_later")
-    time.sleep(2)
+    assert wait_for(lambda: environment._session._failure is not None, 30.0)
     answer = failed(environment.step(act("a")))
     assert answer.kind == "error" and "exited with code 4" in answer.reason
     environment.close()
