@@ -220,7 +220,7 @@ class Restarts:
 
 @dataclass
 class Account:
-    """What a schedule did in the steps that count."""
+    """Tokens, seconds and lengths of a simulated schedule, in the steps after the warm-up."""
 
     seconds: float
     lengths: list[int]  # of the rollouts that were trained on

@@ -155,7 +155,7 @@ class SummaryContext(Section):
     keep_turns: NonNegativeInt = 0
     """The last turns that stay behind the summary: a response, and what the environment answered to it."""
     request: str = "Summarize what is needed to go on. The conversation continues from your summary alone."
-    """What the policy reads when it is to write a summary."""
+    """The message that asks the policy for a summary."""
     heading: str = "\n\nSummary of what came before:\n"
     """Text between the first messages of the conversation and the summary."""
     train_summaries: bool = True

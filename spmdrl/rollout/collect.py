@@ -292,7 +292,7 @@ class Collector:
         return VirtualClock(self._clocks, step=step, index=self._place.index, count=self._place.count)
 
     def _followed(self, step: int) -> Mapping[str, Any]:
-        """What this engine did in a step of the run that is followed. Raises UserError when there was none like it."""
+        """Return the recorded schedule of this engine in a step. Raises UserError if there is none."""
         engines = (self._follows or {}).get(step, {}).get("engines", ())
         if len(engines) != self._place.count:
             raise UserError(

@@ -53,7 +53,7 @@ def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]
 
 
 def _turn_rewards(rollout: Rollout) -> list[float]:
-    """What the environment gave for each turn: for what the policy did in it, and to a role whose last turn it was."""
+    """Return the reward of each turn: its observation's, and what its role is given after its last turn."""
     rewards = [0.0] * len(rollout.turns)
     last_turns: dict[str | None, int] = {}
     read = rollout.greeting
