@@ -343,6 +343,7 @@ class TurnSpan:
     reward: float = 0.0  # what the environment gave for it, as it counts in the rollout's reward
     state: int = 0  # 52-bit hash of what the policy read before it; equal states of a prompt group can be compared
     role: int = 0  # 52-bit hash of the role in which the policy acted; 0 without one
+    team: int = 0  # 52-bit hash of what stands before the last slash of its name; 0 where none does
 
 
 NO_TEACHER = -1  # of a sequence that is not distilled

@@ -28,16 +28,16 @@ token is sampled, that is the return it expects, and V_old the same value before
 """
 
 _ADVANTAGES = """\
-One number per rollout, except for `reinforce_plus_plus` and `gae`, which have one per token, and `gigpo` and
-`grpo_by_role`, which have one per turn of an episode. `advantage.whiten` whitens any of them over the whole step:
-(A - mean) / (std + 1e-6), with the population's standard deviation over all response tokens of all ranks. An
-estimator marked "whitened" does so unless the setting is false. In an episode r_j also holds the environment's
-reward of a turn, at the turn's last token, and R what is left of the reward ([losses.md](losses.md#episodes))."""
+One number per rollout, except for `reinforce_plus_plus` and `gae`, which have one per token, and `gigpo`,
+`grpo_by_role` and `hierarchical_grpo`, which have one per turn of an episode. `advantage.whiten` whitens any of them
+over the whole step: (A - mean) / (std + 1e-6), with the population's standard deviation over all response tokens of all
+ranks. An estimator marked "whitened" does so unless the setting is false. In an episode r_j also holds the
+environment's reward of a turn, at the turn's last token, and R what is left of the reward ([losses.md](losses.md#episodes))."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` need one advantage per response: they
-are refused together with `reinforce_plus_plus`, `gae`, `gigpo` and `grpo_by_role`. `kl_cov` needs
-`updates_per_step` above 1. `dppo_tv` and `dppo_kl` compare with what the engine said, so that `correction.kind`,
+are refused together with `reinforce_plus_plus`, `gae`, `gigpo`, `grpo_by_role` and `hierarchical_grpo`. `kl_cov`
+needs `updates_per_step` above 1. `dppo_tv` and `dppo_kl` compare with what the engine said, so that `correction.kind`,
 which would weigh the mismatch once more, is refused."""
 
 _TERMS = """\

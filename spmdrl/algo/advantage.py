@@ -156,11 +156,33 @@ def grpo_by_role(
 
     turn_rollouts [N] int64 are places in the flat rewards; turn_roles [N] int64 are equal where roles are.
     """
+    no_teams = torch.zeros_like(turn_roles)
+    columns = {"turn_rewards": turn_rewards, "turn_rollouts": turn_rollouts, "turn_roles": turn_roles}
+    return hierarchical_grpo(rewards, **columns, turn_teams=no_teams, divide_by_std=divide_by_std)
+
+
+def hierarchical_grpo(
+    rewards: Tensor,
+    *,
+    turn_rewards: Tensor,
+    turn_rollouts: Tensor,
+    turn_roles: Tensor,
+    turn_teams: Tensor,
+    divide_by_std: bool,
+) -> Tensor:
+    """`grpo_by_role` in which the members of a team are compared with each other within their rollout, for each turn,
+    [N]: attempts at what one rollout has set them, which those of another rollout could find easier. The only member of
+    its team gets 0. After prime-rl's advantage of this name, for which a team are the solvers of a proposed problem.
+
+    turn_teams [N] int64 follow from the roles: 0 for one that is compared over the group, else equal in a team.
+    """
     rest = rewards.flatten().index_add(0, turn_rollouts, -turn_rewards)
-    acting, of_turns = torch.stack([turn_rollouts, turn_roles], dim=1).unique(dim=0, return_inverse=True)
-    rollouts, roles = acting.unbind(1)
+    acting, of_turns = torch.stack([turn_rollouts, turn_roles, turn_teams], dim=1).unique(dim=0, return_inverse=True)
+    rollouts, roles, teams = acting.unbind(1)
     earned = rest[rollouts].index_add(0, of_turns, turn_rewards)
-    groups = torch.stack([rollouts // rewards.shape[1], roles], dim=1)
+    in_teams = teams != 0
+    where, who = torch.where(in_teams, rollouts, rollouts // rewards.shape[1]), torch.where(in_teams, teams, roles)
+    groups = torch.stack([in_teams.long(), where, who], dim=1)
     return _within(groups, earned, divide_by_std=divide_by_std)[of_turns]
 
 
@@ -360,6 +382,14 @@ ESTIMATORS: dict[str, Estimator] = {
         source="arXiv:2506.24119",
         when="Episodes in which the policy plays several roles (`[environment]`), such as two players or an agent and "
         "those that it asks.",
+        settings={"divide_by_std": True},
+    ),
+    "hierarchical_grpo": Estimator(
+        function=hierarchical_grpo,
+        text="`grpo_by_role`, but for roles `TEAM/NAME`: `grpo` among the team's members in the same rollout",
+        source="prime-rl pull request 3138",
+        when="Episodes with several attempts at what the policy itself has set: solvers of a proposed problem, "
+        "sub-agents of one plan.",
         settings={"divide_by_std": True},
     ),
 }

@@ -43,12 +43,12 @@ class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `max_rl` (rewards of 0 or more),
     `gdpo` (of several terms), `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`,
-    `gigpo` and `grpo_by_role` (of episodes) or `none` (rewards are measured, and not trained on), see
-    `docs/algorithms.md`; or a function of yours, `package.module:function` or `path/file.py:function`, see
+    `gigpo`, `grpo_by_role` and `hierarchical_grpo` (of episodes) or `none` (rewards are measured, and not trained on),
+    see `docs/algorithms.md`; or a function of yours, `package.module:function` or `path/file.py:function`, see
     `docs/extending.md`."""
     divide_by_std: bool | None = None
-    """`grpo`, `gigpo` and `grpo_by_role` only: divide by the group's standard deviation. Unset: true; `false` is
-    Dr.GRPO."""
+    """`grpo`, `gigpo`, `grpo_by_role` and `hierarchical_grpo` only: divide by the group's standard deviation. Unset:
+    true; `false` is Dr.GRPO."""
     discount: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Discount of a later reward: `reinforce_plus_plus` and `gae` for each token before it, unset 1; `gigpo` for each
     turn before it, unset 0.95."""

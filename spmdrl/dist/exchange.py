@@ -59,7 +59,7 @@ class SequenceInfo:
         return self.num_tokens * self.num_layers * self.num_chosen
 
 
-_TURN_WIDTH = 6  # number, start, end, state, role, and the bits of the reward
+_TURN_WIDTH = 7  # number, start, end, state, role, team, and the bits of the reward
 _IMAGE_WIDTH = 7  # the halves of the digest, first token and number of tokens, and the grid
 
 
@@ -211,7 +211,10 @@ def send_tensors(
 
 def _whole_numbers(sequence: Sequence) -> Iterator[int]:
     """Iterate over everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
-    turns = ((turn.number, turn.start, turn.end, turn.state, turn.role, _bits(turn.reward)) for turn in sequence.turns)
+    turns = (
+        (turn.number, turn.start, turn.end, turn.state, turn.role, turn.team, _bits(turn.reward))
+        for turn in sequence.turns
+    )
     images = ((*_halves(image.digest), image.start, image.num_tokens, *image.grid) for image in sequence.images)
     return chain(sequence.token_ids, sequence.loss_mask, sequence.hint.token_ids, *turns, *images)
 
@@ -230,8 +233,8 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
         reward=info.reward,
         baseline_reward=info.baseline_reward,
         turns=tuple(
-            TurnSpan(number=number, start=start, end=end, state=state, role=role, reward=_from_bits(reward))
-            for number, start, end, state, role, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
+            TurnSpan(number=number, start=start, end=end, state=state, role=role, team=team, reward=_from_bits(reward))
+            for number, start, end, state, role, team, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
         ),
         earned=info.earned,
         teacher=info.teacher,

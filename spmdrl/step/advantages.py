@@ -182,13 +182,14 @@ def _by_turn(
     one for each turn."""
     rewards, _, _ = _of_groups(parts, cfg, mesh)
     rows = _gathered([turn_rows(part.micro_batch) for part in parts], mesh)
-    turn_rollouts, numbers, num_tokens, turn_rewards, turn_states, turn_roles = rows.T.contiguous()
+    turn_rollouts, numbers, num_tokens, turn_rewards, turn_states, turn_roles, turn_teams = rows.T.contiguous()
     columns = {
         "rewards": rewards,
         "turn_rewards": turn_rewards,
         "turn_rollouts": turn_rollouts.long(),
         "turn_states": turn_states.long(),
         "turn_roles": turn_roles.long(),
+        "turn_teams": turn_teams.long(),
     }
     advantages, _ = _estimated(estimator, cfg.advantage, columns)
     if cfg.advantage.whitens:

@@ -46,10 +46,21 @@ def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]
             # A turn in which nothing was sampled has no token to reward: what it earned is the whole rollout's.
             reward = weight * rewards[number] if end > start else 0.0
             state = state_of(Observation(state=_SUMMARIZED) if turn.is_summary else read)
-            role = _hash(read.role.encode()) if read is not None and read.role is not None else 0
-            spans.append(TurnSpan(number=number, start=start, end=end, reward=reward, state=state, role=role))
+            role, team = _role_and_team(read)
+            spans.append(
+                TurnSpan(number=number, start=start, end=end, reward=reward, state=state, role=role, team=team)
+            )
             number, read = number + 1, read if turn.is_summary else turn.observation
         yield tuple(spans)
+
+
+def _role_and_team(read: Observation | None) -> tuple[int, int]:
+    """Hash the role that an observation names, and the team that `solver/2` is a member of: what its last slash
+    follows."""
+    if read is None or read.role is None:
+        return 0, 0
+    team, slash, _ = read.role.rpartition("/")
+    return _hash(read.role.encode()), _hash(team.encode()) if slash else 0
 
 
 def _turn_rewards(rollout: Rollout) -> list[float]:
@@ -117,14 +128,14 @@ def rewards_by_turn(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def turn_rows(micro_batch: MicroBatch) -> Tensor:
-    """[N, 6] float64, a row for each turn in which something was sampled: its rollout's index, its number there, its
-    loss tokens, reward, state and role."""
+    """[N, 7] float64, a row for each turn in which something was sampled: its rollout's index, its number there, its
+    loss tokens, reward, state, role and team."""
     rows = [
-        (index, turn.number, int(micro_batch.loss_mask[tokens].sum()), turn.reward, turn.state, turn.role)
+        (index, turn.number, int(micro_batch.loss_mask[tokens].sum()), turn.reward, turn.state, turn.role, turn.team)
         for index, turn, tokens in _placed(micro_batch)
         if turn.end > turn.start
     ]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, 6)
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 7)
 
 
 def on_turns(micro_batch: MicroBatch, values: Mapping[tuple[int, int], float]) -> Tensor:

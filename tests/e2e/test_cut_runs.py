@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,9 @@ from spmdrl.checkpoint import write
 from spmdrl.checkpoint.manifest import newest_step, saved_steps
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.verdict import read_error, read_requeue
-from spmdrl.faults.watch import Watch
 from spmdrl.rollout.episode import Episode
 from tests.helpers import painter
-from tests.helpers.cuts import cut, entering, nowhere
+from tests.helpers.cuts import Step, cut, entering, nowhere
 from tests.helpers.judges import JudgeServer, judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import assert_same_weights, rows, sample_rows, steady_rows
@@ -43,7 +41,6 @@ SETTINGS = (
     "report.samples_per_step=100",
     "report.tensorboard=false",
 )
-PUBLISHED_S = 20.0  # more than the checkpoint of a tiny model takes
 APART = ('rollout.placement="disaggregated"', "rollout.num_ranks=1", "rollout.max_staleness=0")
 
 
@@ -56,21 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_an_episode(step: int, rank: int) -> None:
     """Kill a rank when an environment of a step has answered a turn, and other episodes are under way."""
-    enter, take_answer, now, checkpoints = Watch.enter, Episode.take_answer, [0], [Path()]
-
-    def enter_and_note(watch: Watch, entered: str) -> None:
-        enter(watch, entered)
-        now[0], checkpoints[0] = watch._heartbeat.status.step, watch._heartbeat.files.checkpoints
+    take_answer, cut_step = Episode.take_answer, Step(step, rank)
 
     def take_answer_or_die(episode: Episode) -> None:
         take_answer(episode)
-        if now[0] == step and episode.turns and os.environ["RANK"] == str(rank):
-            until = time.monotonic() + PUBLISHED_S  # the step before is written in the background
-            while (newest_step(checkpoints[0]) or 0) < step - 1 and time.monotonic() < until:
-                time.sleep(0.05)
-            os.kill(os.getpid(), KILL)
+        if cut_step.is_now and episode.turns:
+            cut_step.die()
 
-    Watch.enter, Episode.take_answer = enter_and_note, take_answer_or_die
+    Episode.take_answer = take_answer_or_die
 
 
 def before_the_name(step: int) -> None:

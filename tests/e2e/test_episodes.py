@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spmdrl.checkpoint.manifest import newest_step
+from spmdrl.engine.torch.runner import ModelRunner, Sampled
+from spmdrl.engine.torch.scheduler import RequestState
 from spmdrl.faults.files import FaultFiles, read_json
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import replay
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.train import main
-from spmdrl.types import Rollout
-from tests.helpers import hints
+from spmdrl.types import Request, Rollout
+from tests.helpers import hints, oracle
+from tests.helpers.agents import script
+from tests.helpers.cuts import Step, cut
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -142,6 +153,121 @@ def test_killed_in_the_middle_of_an_episode_a_run_is_bitwise_the_run_that_was_no
     assert_same_weights(run, whole)
     assert sample_rows(run) == sample_rows(whole)
     assert steady_rows(run) == steady_rows(whole)
+
+
+COMPACTING: dict[str, Any] = {
+    "model": {"num_layers": 1, "chat": True},
+    "run": {"num_steps": 3},
+    "data": {"max_prompt_tokens": 32},
+    "rollout": {
+        "max_response_tokens": 64,
+        "stop_token_ids": [*range(60, 99)],
+        "partial": True,
+        "max_staleness": 2,
+        "max_running": 12,
+    },
+    "correction": {"kind": "tis"},
+    "environment": {
+        "source": {"kind": "class", "name": f"{hints.__file__}:Hints"},
+        "history": "template",
+        "max_turns": 4,
+        "max_turn_tokens": 4,
+        "context": {"kind": "summary", "max_tokens": 14, "max_summary_tokens": 12, "request": "?", "heading": "!"},
+    },
+    "reward": {"terms": [{"kind": "environment"}]},
+    "pack": {"prefix_tree": "auto"},
+    "eval": None,
+    "export": {"at_end": False},
+    "checkpoint": {"every": 1, "keep_last": 8},
+    "report": {"samples_per_step": 100, "tensorboard": False},
+}
+
+
+def in_a_summary(step: int, rank: int) -> None:
+    """Kill a rank while its engine samples a summary."""
+    request, decode, cut_step, asked = Episode.request, ModelRunner.decode, Step(step, rank), list[Episode]()
+
+    def request_and_note(episode: Episode) -> Request:
+        asked.append(episode)
+        return request(episode)
+
+    def decode_or_die(runner: ModelRunner, running: Sequence[RequestState]) -> Sampled:
+        sampled = decode(runner, running)
+        if cut_step.is_now and any(episode.is_summarizing for episode in asked):
+            cut_step.die()
+        return sampled
+
+    Episode.request, ModelRunner.decode = request_and_note, decode_or_die
+
+
+@pytest.mark.slow
+def test_killed_while_it_samples_a_summary_a_run_is_bitwise_the_run_that_was_not(tmp_path: Path) -> None:
+    """Rollouts go on across training, so that checkpoints too have episodes in the middle of one."""
+    config = write_small_run(tmp_path, **COMPACTING)
+    launch(tmp_path, 2, "run.name=whole")
+    whole, killed = (tmp_path / "runs" / name for name in ("whole", "killed"))
+    assert any(row.get("episode/compactions", 0) > 0.5 for row in rows(whole))
+    saved = [json.loads(path.read_text())["carried"] for path in whole.glob("checkpoints/*/collector.json")]
+    episodes = [episode for groups in saved for group in groups for episode in group["episodes"]]
+    assert any(episode["is_summarizing"] and episode["response"]["token_ids"] for episode in episodes)
+    for step in (1, 2, 3):
+        with pytest.raises(AssertionError, match="died without a word"):
+            run_ranks(2, cut, [str(config), "run.name=killed"], partial(in_a_summary, step, rank=step % 2))
+        assert (newest_step(killed / "checkpoints") or 0) == step - 1
+    launch(tmp_path, 2, "run.name=killed")
+    assert_same_weights(killed, whole)
+    assert sample_rows(killed) == sample_rows(whole)
+    assert steady_rows(killed) == steady_rows(whole)
+
+
+SUB_AGENTS = """
+    plan = chat([user(episode["prompt"])], model="policy/lead")["content"]
+    for number in (1, 2, 3):
+        said = chat([user(f"{number} {plan}")], model=f"policy/solver/{number}")["content"]
+        post("/reward", {"reward": sum(map(str.isdigit, said)) / (1 + len(said)), "role": f"solver/{number}"})
+        post("/reward", {"reward": 0.1 * len(said), "role": "lead"})
+"""
+
+
+@pytest.mark.slow
+def test_sub_agents_have_trajectories_and_rewards_of_their_own(tmp_path: Path) -> None:
+    """The lead is compared with those of its group, and solvers with each other in their episode."""
+    source = {"kind": "agent", "command": script(tmp_path, SUB_AGENTS)}
+    tables: dict[str, Any] = COMPACTING | {
+        "run": {"num_steps": 2},
+        "rollout": {"max_response_tokens": 64, "stop_token_ids": [*range(60, 99)]},
+        "advantage": {"estimator": "hierarchical_grpo"},
+        "correction": None,
+        "environment": {"source": source, "max_turns": 8, "max_turn_tokens": 8, "sandbox": {"mode": "off"}},
+        "debug": {"save_rollouts": "all"},
+    }
+    write_small_run(tmp_path, **tables)
+    launch(tmp_path, 2)
+    for step, row in enumerate(rows(tmp_path / "runs/run")[1:], start=1):
+        outcomes = [one for part in read_parts(tmp_path / "runs/run/rollouts", step) for one in part.outcomes]
+        outcomes.sort(key=lambda one: (one[0].prompt.prompt_id, one[0].sample_index))
+        assert len(outcomes) == 8 * 4 and row["episode/trajectories"] == 4 and row["update/grad_norm"] > 0
+        sums = defaultdict[int, list[float]](lambda: [0.0, 0.0])
+        for first in range(0, len(outcomes), 4):
+            group = outcomes[first : first + 4]
+            turns = [turns_of(rollout) for rollout, _ in group]
+            rewards = [outcome.reward for _, outcome in group]
+            found = oracle.by_role(rewards, turns, in_teams=True, divide_by_std=True)
+            for (rollout, _), advantages in zip(group, found, strict=True):
+                for number, (turn, advantage) in enumerate(zip(rollout.turns, advantages, strict=True)):
+                    num_tokens = len(turn.response.token_ids)
+                    sums[number] = [sums[number][0] + num_tokens * advantage, sums[number][1] + num_tokens]
+        for number, (total, count) in sums.items():
+            assert row[f"advantage/turn_{number}_mean"] == pytest.approx(total / count, abs=1e-5)
+
+
+def turns_of(rollout: Rollout) -> list[tuple[str, float]]:
+    """The role of each turn, of which none acts twice, and what it has earned."""
+    assert rollout.greeting is not None
+    read = [rollout.greeting, *(turn.observation for turn in rollout.turns if turn.observation is not None)]
+    roles = [one.role for one in read if one.role is not None]
+    assert roles == ["lead", "solver/1", "solver/2", "solver/3"]
+    return [(role, sum(one.role_rewards.get(role, 0.0) for one in read)) for role in roles]
 
 
 def test_with_equal_bits_the_mismatch_of_every_turn_is_zero(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
-    CONFIG,
     assert_same_weights,
     launch,
     rows,
@@ -327,23 +325,6 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
     assert expected[0] == list(range(8)) and expected[-1][-1] > 16 * 8 + 8, "nothing was passed over"
     last = rows(folder / "runs/alone")[-1]
     assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1
-
-
-@pytest.mark.slow
-def test_a_run_on_prefix_trees_learns_as_one_on_whole_sequences(tmp_path: Path) -> None:
-    """Sampling is the same, so that the curves are, but for rounding."""
-    source = tomllib.loads(CONFIG)["data"]["sources"][0]
-    source |= {"prompt_template": "What is the sum of these two digits? {metadata[expression]} ="}
-    data = {"max_prompt_tokens": 64, "sources": [source]}
-    write_small_run(tmp_path, model={"num_layers": 2}, data=data, pack={"max_tokens_per_micro_batch": 1024})
-    found = {}
-    for setting in ("off", "auto"):
-        launch(tmp_path, 2, f"pack.prefix_tree={setting}", f"run.name={setting}")
-        found[setting] = rows(tmp_path / "runs" / setting)[1:]
-    assert all(row["batch/shared_fraction"] > 0.4 for row in found["auto"])
-    for flat, tree in zip(found["off"], found["auto"], strict=True):
-        for name in ("reward/mean", "update/loss", "update/grad_norm", "update/entropy_nats", "batch/loss_tokens"):
-            assert tree[name] == pytest.approx(flat[name], rel=1e-3, abs=1e-5), name
 
 
 def test_saved_rollouts_have_their_rewards_again_and_another_reward_differs_where_it_is_said(

@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from spmdrl.checkpoint.manifest import newest_step
 from spmdrl.faults.watch import Watch
 from spmdrl.report import Report
 from spmdrl.train import main
 from tests.helpers.small_run import without_curves
+
+PUBLISHED_S = 20.0  # more than the checkpoint of a tiny model takes
+
+
+class Step:
+    """A step of this process's run, if it is that rank, in which something will kill it."""
+
+    def __init__(self, number: int, rank: int) -> None:
+        self.number, self.is_now, self._checkpoints = number, False, Path()
+        enter = Watch.enter
+
+        def enter_and_note(watch: Watch, entered: str) -> None:
+            enter(watch, entered)
+            status = watch._heartbeat.status
+            self.is_now = status.step == number and os.environ["RANK"] == str(rank)
+            self._checkpoints = watch._heartbeat.files.checkpoints
+
+        Watch.enter = enter_and_note
+
+    def die(self) -> None:
+        """Kill the process, once the step before is saved: that happens in the background."""
+        until = time.monotonic() + PUBLISHED_S
+        while (newest_step(self._checkpoints) or 0) < self.number - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def entering(step: int, phase: str, number: signal.Signals, rank: int) -> None:

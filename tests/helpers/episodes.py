@@ -67,7 +67,7 @@ def _turn(rng: random.Random, *, is_first: bool) -> Turn:
 
 def _answer(rng: random.Random) -> Observation:
     reward, state = rng.choice([0.0, 0.5, -0.25]), rng.randrange(STATES)
-    return Observation(reward=reward, state=str(state), role=f"role {state % 2}")
+    return Observation(reward=reward, state=str(state), role=f"team/{state}" if state else "role 0")
 
 
 def reloaded(group: PromptGroup) -> SavedGroup:

@@ -111,6 +111,30 @@ def gigpo(
     ]
 
 
+def by_role(
+    rewards: Sequence[float], turns: Sequence[Sequence[tuple[str, float]]], *, in_teams: bool, divide_by_std: bool
+) -> list[list[float]]:
+    """One prompt group: for each of its rollouts, whose turns are (role, reward), the advantage of each turn.
+
+    `in_teams` compares the roles TEAM/NAME of one rollout with each other."""
+    earned = [
+        {role: reward - sum(r for other, r in of_rollout if other != role) for role, _ in of_rollout}
+        for reward, of_rollout in zip(rewards, turns, strict=True)
+    ]
+
+    def advantage(rollout: int, role: str) -> float:
+        team, slash, _ = role.rpartition("/")
+        if in_teams and slash:
+            peers = [x for other, x in earned[rollout].items() if other.rpartition("/")[:2] == (team, slash)]
+        else:
+            peers = [of_rollout[role] for of_rollout in earned if role in of_rollout]
+        centred = earned[rollout][role] - statistics.fmean(peers)
+        deviation = statistics.stdev(peers) + 1e-6 if divide_by_std and len(peers) > 1 else 1.0
+        return centred / deviation
+
+    return [[advantage(i, role) for role, _ in of_rollout] for i, of_rollout in enumerate(turns)]
+
+
 def gae(token_rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> list[float]:
     """Advantages of one sequence's loss tokens, as the weighted mean of n-step advantages over all n."""
     length, advantages = len(token_rewards), []

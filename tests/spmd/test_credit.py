@@ -43,6 +43,7 @@ CREDITS: list[dict[str, Any]] = [
     {"advantage": {"estimator": "gigpo"}},
     {"advantage": {"estimator": "gigpo", "whiten": True}, "reward": {"kl_coef": 0.3}},
     {"advantage": {"estimator": "grpo_by_role"}},
+    {"advantage": {"estimator": "hierarchical_grpo"}},
 ]
 CORRECTION = {"correction": {"kind": "tis", "reject": "token", "batch_normalize": True}}
 # Number of ranks, and how they pack.

@@ -32,6 +32,7 @@ def some_sequences(count: int) -> list[Sequence]:
             reward=-number / 3,
             state=2**52 - 1 - number,
             role=2**51 + number,
+            team=2**52 - 1 - 2 * number,
         )
         for number in range(3)
     ]

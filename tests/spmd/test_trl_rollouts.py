@@ -1,4 +1,5 @@
-"""Training on the same rollouts is TRL's GRPOTrainer: advantages, losses, gradient norms, weights after ten steps.
+"""Training on the same rollouts is TRL's GRPOTrainer: advantages, losses, gradient norms, weights after ten steps; and
+trees of sequences have the loss terms of its tree rows.
 
 TRL has an environment of its own, `.venv-trl`, which `bash benchmarks/run.sh` makes; without it this is skipped.
 What is defined differently is set to theirs here, and named in docs/coming-from.md.
@@ -17,13 +18,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from spmdrl import Trainer, load_config
+from spmdrl.algo.losses import ppo
+from spmdrl.algo.prefix_tree import BLOCK_TOKENS
+from spmdrl.model.policy import Policy
+from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.report import Report
+from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import RewardedRollout
+from spmdrl.types import Sequence as Trajectory
+from tests.helpers.models import save_qwen3
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import write_small_run
+from tests.helpers.trees import sequences_of_trees
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
@@ -157,3 +168,81 @@ def test_losses_and_weights_are_trls(case: Case, everything: dict[Case, tuple[Pa
     for name, weight in expected.items():
         assert float((weights[name] - weight).abs().max()) < 1e-5, name
     assert max(float((expected[name] - began[name]).abs().max()) for name in expected) > 1e-3
+
+
+def _group() -> list[Trajectory]:
+    """Responses of 5 to 12 tokens to one prompt of 2 blocks, of which each begins with another token."""
+    prompt = tuple(range(10, 10 + 2 * BLOCK_TOKENS))
+    return [
+        Trajectory(
+            index=place,
+            token_ids=(*prompt, *range(2 + place, 7 + 2 * place)),
+            loss_mask=(False,) * len(prompt) + (True,) * (5 + place),
+            rollout_logprobs=(0.0,) * len(prompt) + (-2.0 - 0.1 * place,) * (5 + place),
+            reward=0.0,
+        )
+        for place in range(8)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-trl; `bash benchmarks/run.sh` makes it")
+def test_trees_have_the_loss_terms_of_trls_tree_rows(tmp_path: Path) -> None:
+    """A prompt of whole blocks is computed once in both; TRL computes its last token once for each label."""
+    path, epsilon, temperature = save_qwen3(tmp_path / "model"), 0.2, 0.8
+    cases = {"group": _group(), "trees": sequences_of_trees(12)}
+    jobs = []
+    for name, sequences in cases.items():
+        samples = [
+            {
+                "input_ids": one.token_ids,
+                "completion_mask": list(map(int, one.loss_mask)),
+                "old_log_probs": one.rollout_logprobs,
+                "advantage": float(place % 5 - 2),
+                "group_id": 0,
+                "metrics": {},
+            }
+            for place, one in enumerate(sequences)
+        ]
+        (tmp_path / name).mkdir()
+        job = {"model": path, "out": f"{tmp_path}/{name}", "epsilon": epsilon, "temperature": temperature}
+        jobs.append(tmp_path / f"{name}.json")
+        jobs[-1].write_text(json.dumps(job | {"samples": samples}))
+    command = [PYTHON, ROOT / "tests/helpers/trl_trees.py", *jobs]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name, sequences in cases.items():
+        theirs = json.loads((tmp_path / name / "found.json").read_text())
+        num_terms = sum(map(sum, (one.loss_mask for one in sequences)))
+        weights = dict.fromkeys((one.index for one in sequences), 1 / num_terms)
+        micro_batch = lay_end_to_end(sequences, weights, shares_prefixes=True)
+        assert micro_batch.tree is not None
+        of_sequence = torch.tensor([len(one.token_ids) for one in sequences])
+        advantages = (torch.arange(len(sequences)) % 5 - 2.0).repeat_interleave(of_sequence)
+        terms = micro_batch.loss_mask
+        # A term's label, place in its sequence, old log-probability and advantage, and the token that predicts it.
+        predicting, inputs = torch.tensor(theirs["token_index"]), torch.tensor(theirs["input_ids"])
+        labels, positions = torch.tensor(theirs["shift_labels"]), torch.tensor(theirs["position_ids"])
+        assert torch.equal(labels[predicting], micro_batch.token_ids[terms])
+        assert torch.equal(positions[predicting] + 1, micro_batch.positions[terms])
+        assert torch.equal(inputs[predicting], micro_batch.token_ids.roll(1)[terms])
+        own = micro_batch.rollout_logprobs
+        torch.testing.assert_close(torch.tensor(theirs["old_log_probs"]), own[terms], rtol=0, atol=0)
+        torch.testing.assert_close(torch.tensor(theirs["advantages"]), advantages[terms], rtol=0, atol=0)
+        assert num_terms == theirs["global_n_tokens"] > len({*theirs["token_index"]}) - (name == "group")
+        if name == "group":
+            assert len(inputs) == micro_batch.num_computed + len(sequences) - 1
+        kind = model_class(config := AutoConfig.from_pretrained(path))
+        model = kind.from_pretrained(path, attn_implementation=attention_of(config), dtype=torch.float32)
+        policy = Policy(model, kernel="sdpa", temperature=temperature, logits_chunk_tokens=64)
+        logprobs = policy(micro_batch).logprobs
+        torch.testing.assert_close(logprobs[terms], torch.tensor(theirs["logprobs"]), rtol=1e-5, atol=1e-5)
+        loss = ppo(logprobs, own, advantages, terms, clip_low=epsilon, clip_high=epsilon).per_token
+        loss = (loss * micro_batch.loss_weights).sum()
+        assert loss.item() == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
+        loss.backward()
+        expected = load_file(tmp_path / name / "gradients.safetensors")
+        found = {key: p.grad for key, p in policy.model.named_parameters()}
+        assert found.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6, msg=f"{name}, {key}")

@@ -32,7 +32,7 @@ CASES: list[dict[str, Any]] = [
     {"estimator": "pass_at_k"},
 ]
 GROUP_COLUMNS = {"rewards", "num_tokens", "greedy_rewards"}
-TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states", "turn_roles"}
+TURN_COLUMNS = {"turn_rewards", "turn_rollouts", "turn_states", "turn_roles", "turn_teams"}
 REMAX = {"estimator": "remax"}  # the only one whose baseline is none of the group
 MAX_RL = {"estimator": "max_rl"}  # the only one that refuses rewards below 0
 
@@ -257,7 +257,7 @@ def test_the_table_knows_each_function(name: str) -> None:
     estimator = ESTIMATORS[name]
     known = {"token_rewards", "loss_mask", "cu_seqlens", "values"} if estimator.per_token else GROUP_COLUMNS
     known = known | TURN_COLUMNS if estimator.per_turn else known
-    assert estimator.per_turn is (name in ("gigpo", "grpo_by_role"))
+    assert estimator.per_turn is (name in ("gigpo", "grpo_by_role", "hierarchical_grpo"))
     assert set(estimator.settings) <= set(inspect.signature(estimator.function).parameters)
     assert set(estimator.needs) <= known and estimator.per_token is (name in ("gae", "reinforce_plus_plus"))
     assert AdvantageConfig(estimator=name).estimator == name
@@ -316,6 +316,43 @@ def test_roles_are_compared_with_their_own_by_hand() -> None:
     found = call(cfg.formula.function, alone, {"divide_by_std": True})
     whole = ESTIMATORS["grpo"].function(columns["rewards"], divide_by_std=True)
     torch.testing.assert_close(found, whole.flatten()[columns["turn_rollouts"]])
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("name", ["grpo_by_role", "hierarchical_grpo"])
+def test_roles_and_teams_are_their_slow_twin(name: str, divide_by_std: bool) -> None:
+    draw = random.Random(0)
+    names = ["lead", "critic", "solver/1", "solver/2", "solver/3", "solver/3/a", "solver/3/b", "judge/1"]
+    rewards = [[draw.choice([0.0, 1.0]) for _ in range(4)] for _ in range(6)]
+    turns = [
+        [[(draw.choice(names), draw.choice([-0.5, 0.0, 0.25])) for _ in range(draw.randrange(9))] for _ in row]
+        for row in rewards
+    ]
+    cfg = AdvantageConfig(estimator=name, divide_by_std=divide_by_std)
+
+    def of_groups(groups: list[int]) -> Tensor:
+        rollouts = [rollout for group in groups for rollout in turns[group]]
+        spans = [(place, *turn) for place, rollout in enumerate(rollouts) for turn in rollout]
+        places, roles, earned = (list(column) for column in zip(*spans, strict=True))
+        teams = [role.rpartition("/")[0] for role in roles]
+        columns = {
+            "rewards": torch.tensor([rewards[group] for group in groups], dtype=torch.float64),
+            "turn_rewards": torch.tensor(earned, dtype=torch.float64),
+            "turn_rollouts": torch.tensor(places),
+            "turn_roles": torch.tensor([1 + names.index(role) for role in roles]),
+            "turn_teams": torch.tensor([len(team) for team in teams]),
+        }
+        return call(cfg.formula.function, columns, cfg.settings)
+
+    in_teams = name == "hierarchical_grpo"
+    slow = [
+        oracle.by_role(row, of_group, in_teams=in_teams, divide_by_std=divide_by_std)
+        for row, of_group in zip(rewards, turns, strict=True)
+    ]
+    expected = [advantage for group in slow for rollout in group for advantage in rollout]
+    found = of_groups(list(range(6)))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert torch.equal(found, torch.cat([of_groups([group]) for group in range(6)]))
 
 
 def test_gigpo_gives_equal_returns_from_one_state_exactly_nothing() -> None:
