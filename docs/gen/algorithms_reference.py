@@ -32,7 +32,8 @@ One number per rollout, except for `reinforce_plus_plus` and `gae`, which have o
 `grpo_by_role` and `hierarchical_grpo`, which have one per turn of an episode. `advantage.whiten` whitens any of them
 over the whole step: (A - mean) / (std + 1e-6), with the population's standard deviation over all response tokens of all
 ranks. An estimator marked "whitened" does so unless the setting is false. In an episode r_j also holds the
-environment's reward of a turn, at the turn's last token, and R what is left of the reward ([losses.md](losses.md#episodes))."""
+environment's reward of a turn, at the turn's last token, and R what is left of the reward
+([losses.md](losses.md#episodes))."""
 
 _LOSSES = """\
 Per token, before the divergence and the entropy are added. `gspo` and `gmpo` need one advantage per response: they
