@@ -146,6 +146,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
         f"first prompt ({len(prompt.token_ids)} tokens, {prompt.task}): {prompt.text[-200:]!r}",
         f"reward of its reference answer: {outcome.reward:g} {outcome.parts}",
         *(["the scores of reward models come on top; only a run computes them"] if cfg.reward.model_terms else []),
+        *(["judges of groups, and the policy as one, come on top"] if cfg.reward.group_judges else []),
         *success_lines(cfg, prompt, outcome.reward),
         *(f"reward.sandbox: {sentence}" for sentence in unprotected),
         *_environment_lines(cfg),
@@ -158,7 +159,7 @@ def check(cfg: Config, inputs: Inputs) -> Sequence[str]:
 
 def success_lines(cfg: Config, prompt: Prompt, reward: float) -> Iterator[str]:
     """Yield a warning where the reference answer earns something other than what `eval/accuracy` counts as right."""
-    if cfg.reward.model_terms:
+    if cfg.reward.group_terms:
         return
     if cfg.eval is not None and prompt.answer and reward > 0 and not math.isclose(reward, cfg.success_at):
         yield (

@@ -25,11 +25,11 @@ def curricula_have_a_signal(cfg: Config) -> Iterator[str]:
     if curriculum is None:
         return
     name, size = f'data.curriculum.kind = "{curriculum.kind}"', cfg.rollout.group_size
-    if cfg.reward.model_terms:
-        place = next(iter(cfg.reward.model_terms))
+    if cfg.reward.group_terms:
+        place, term = next(iter(cfg.reward.group_terms.items()))
         yield (
-            f'reward.terms.{place}.kind = "model" scores when a step has its groups, so that no success rate is known '
-            "by which data.curriculum could choose; remove one of them"
+            f'reward.terms.{place}.kind = "{term.kind}" scores when a step has its groups, so that no success rate is '
+            "known by which data.curriculum could choose; remove one of them"
         )
     elif not any(term.weight > 0 for term in cfg.reward.terms):
         yield "data.curriculum chooses by success rates, and no reward.terms says what a success is; add a term"

@@ -42,6 +42,12 @@ class Plan:
     ranks_per_share: int = 1  # neighbours that train on the same sequences
     engine_ranks: int = 0  # ranks, the last ones, that only hold engines; 0: every rank trains and holds one
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+    max_judged_tokens: int = 0  # a question to the policy about its own responses, and its answer
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """The longest sequence of an engine."""
+        return max(self.max_sequence_tokens, self.max_eval_sequence_tokens, self.max_judged_tokens)
 
     @property
     def training_ranks(self) -> int:
@@ -134,6 +140,7 @@ def make_plan(cfg: Config, *, num_ranks: int) -> Plan:
         ranks_per_share=ranks_per_share,
         engine_ranks=engine_ranks,
         steps_ahead=cfg.steps_ahead,
+        max_judged_tokens=cfg.reward.max_judged_tokens,
     )
 
 

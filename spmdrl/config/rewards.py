@@ -109,11 +109,32 @@ What counts:
 
 Say briefly what is right and what is wrong. Then end with your score, from {lowest} to {highest}, as JSON: \
 {{"score": NUMBER}}"""
+_ABOUT_A_GROUP = """\
+Compare responses to a task.
+
+Task:
+{prompt}
+
+{responses}
+
+What counts:
+{rubric}
+
+Say briefly what sets them apart. Then end with """
+_GROUP_QUESTIONS = {
+    "scores": _ABOUT_A_GROUP
+    + """a score from {lowest} to {highest} for each of the {count}, in their order, as JSON: \
+{{"scores": [NUMBER, ...]}}""",
+    "ranking": _ABOUT_A_GROUP
+    + """the numbers of all {count}, from the best response to the worst, as JSON: \
+{{"ranking": [NUMBER, ...]}}""",
+}
+POLICY = "policy"  # the address of the judge that is the policy itself
 
 
 def _address(url: str) -> str:
-    if not re.match(r"https?://[^/\s]", url):
-        raise ValueError('is no address; it is such as "http://localhost:8000/v1"')
+    if url != POLICY and not re.match(r"https?://[^/\s]", url):
+        raise ValueError('is no address; it is such as "http://localhost:8000/v1", or "policy"')
     return url
 
 
@@ -129,20 +150,26 @@ def _one_group(pattern: str) -> str:
 
 class JudgeReward(_Term):
     kind: Literal["judge"]
-    """The score that a language model at an OpenAI-compatible address gives to a response. See `docs/judges.md`."""
+    """The score that a language model gives to a response. See `docs/judges.md`."""
     url: Annotated[str, AfterValidator(_address)]
-    """Address of the server, such as `http://localhost:8000/v1`."""
-    model: str
-    """The judge's name at that server."""
+    """Address of an OpenAI-compatible server, such as `http://localhost:8000/v1`; or `policy`: the policy judges its
+    own responses, with the weights that sampled them, before its engine sleeps."""
+    model: str | None = None
+    """The judge's name at that server, which every address needs."""
+    group: Literal["scores", "ranking"] | None = None
+    """Ask once about all responses to a prompt: for a score of each, or for their ranking, of which the best counts as
+    `highest` and the worst as `lowest`. Unset: a question for each response."""
     rubric: str | None = None
     """What counts: the template's `{rubric}`. Unset: that is a column of the data."""
-    template: str = _QUESTION
-    """The question, with `{response}`, `{prompt}`, `{answer}` (the reference answer), `{rubric}`, `{lowest}`,
-    `{highest}` and columns of the data by their names."""
+    template: str | None = None
+    """The question, with `{response}`, or of a `group` `{responses}` and `{count}`; with `{prompt}`, `{answer}` (the
+    reference answer), `{rubric}`, `{lowest}`, `{highest}` and columns of the data by their names. Unset: a question of
+    ours."""
     system_prompt: str | None = None
     """Message before the question. Unset: there is none."""
-    score_field: str = "score"
-    """Field of the last outermost JSON object of the answer that has it: a number, true for 1 or false for 0."""
+    score_field: str | None = None
+    """Field of the last outermost JSON object of the answer that has it: a number, true for 1 or false for 0, and of a
+    `group` a list of numbers. Unset: `score`, or what `group` says."""
     score_pattern: Annotated[str, AfterValidator(_one_group)] | None = None
     """In place of `score_field`: a regular expression whose one group is the score; its last match counts."""
     lowest: Coefficient = 0.0
@@ -156,6 +183,9 @@ class JudgeReward(_Term):
     pauses."""
     timeout_s: Seconds = 60.0
     """Time limit for one try. All tries and pauses together have `1 + max_retries` times as much."""
+    max_question_tokens: Count = 4096
+    """`url = "policy"` only: most tokens of a question; a longer one fails. The engine has room for it and its
+    answer."""
     max_answer_tokens: Count = 1024
     """Most tokens of the judge's answer."""
     temperature: NonNegative = 0.0
@@ -166,9 +196,29 @@ class JudgeReward(_Term):
     """Name of the environment variable with the server's key. Unset: it needs none."""
 
     @property
+    def is_policy(self) -> bool:
+        """True where the policy judges itself."""
+        return self.url == POLICY
+
+    @property
+    def waits_for_groups(self) -> bool:
+        """True where it is asked when all of a step is sampled."""
+        return self.is_policy or self.group is not None
+
+    @property
+    def question(self) -> str:
+        """The template of its questions."""
+        return self.template or (_QUESTION if self.group is None else _GROUP_QUESTIONS[self.group])
+
+    @property
+    def field(self) -> str:
+        """The field of its answers that has the score."""
+        return self.score_field or self.group or "score"
+
+    @property
     def fields(self) -> set[str]:
         """The names of the template's fields. Raises ValueError where it is no format."""
-        return _fields(self.template)
+        return _fields(self.question)
 
 
 RewardTerm = Annotated[
@@ -235,6 +285,24 @@ class RewardConfig(Section):
     def judges(self) -> dict[str, JudgeReward]:
         """The terms that are scores of judges, by name."""
         return {name: term for name, term in self.named.items() if isinstance(term, JudgeReward)}
+
+    @property
+    def group_judges(self) -> dict[str, JudgeReward]:
+        """The judges that are asked when all of a step is sampled, by name."""
+        return {name: term for name, term in self.judges.items() if term.waits_for_groups}
+
+    @property
+    def group_terms(self) -> dict[int, RewardTerm]:
+        """The terms that are known when a step has its groups, by their places in `terms`: `model_terms`, and judges of
+        groups or by the policy."""
+        late = (*self.model_terms.values(), *self.group_judges.values())
+        return {place: term for place, term in enumerate(self.terms) if any(term is one for one in late)}
+
+    @property
+    def max_judged_tokens(self) -> int:
+        """Most tokens of a question to the policy about its own responses, with its answer; 0: it is asked nothing."""
+        asked = (term for term in self.judges.values() if term.is_policy)
+        return max((term.max_question_tokens + term.max_answer_tokens for term in asked), default=0)
 
     def gated(self, parts: Mapping[str, float]) -> dict[str, float]:
         """The parts of the terms, by name, with 0 for those whose gate is closed."""
@@ -320,17 +388,18 @@ def templates_have_their_fields(reward: RewardConfig) -> Iterator[str]:
 
 @rule(RewardConfig)
 def judges_see_the_response(reward: RewardConfig) -> Iterator[str]:
-    for place, term in enumerate(reward.terms):
-        if not isinstance(term, JudgeReward):
-            continue
-        where = f"of terms, number {place}:"
+    for where, term in _judges(reward):
+        wanted, other = ("response", "responses") if term.group is None else ("responses", "response")
         try:
             fields = term.fields
         except ValueError as error:
             yield f"{where} template is no format: {error}; spell a brace as two"
             continue
-        if "response" not in fields:
-            yield f"{where} template has no {{response}}, which the judge would not see; add it"
+        if wanted not in fields:
+            yield f"{where} template has no {{{wanted}}}, which the judge would not see; add it"
+        if other in fields:
+            asked = "a question is about one response" if term.group is None else "a question is about a group"
+            yield f"{where} template has {{{other}}}, and {asked}; write {{{wanted}}}, or change group"
         if term.rubric is not None and "rubric" not in fields:
             yield f"{where} rubric is set, and template has no {{rubric}}; add it, or remove rubric"
         if strange := sorted(name for name in fields if not name.isidentifier()):
@@ -339,13 +408,37 @@ def judges_see_the_response(reward: RewardConfig) -> Iterator[str]:
 
 @rule(RewardConfig)
 def scores_of_judges_can_be_read(reward: RewardConfig) -> Iterator[str]:
-    for place, term in enumerate(reward.terms):
-        if not isinstance(term, JudgeReward):
-            continue
+    for where, term in _judges(reward):
         if term.lowest >= term.highest:
-            yield f"of terms, number {place}: lowest = {term.lowest:g} must be below highest = {term.highest:g}"
-        if term.score_pattern is not None and is_set(term, "score_field"):
-            yield f"of terms, number {place}: set one of score_field and score_pattern, and not both"
+            yield f"{where} lowest = {term.lowest:g} must be below highest = {term.highest:g}"
+        if term.score_pattern is not None and term.score_field is not None:
+            yield f"{where} set one of score_field and score_pattern, and not both"
+        if term.score_pattern is not None and term.group is not None:
+            yield f"{where} score_pattern finds one score, and group needs those of all responses; use score_field"
+        for name in ("lowest", "highest"):
+            if term.group == "ranking" and is_set(term, name):
+                yield f'{where} {name} has no meaning for group = "ranking", which counts places; remove it'
+
+
+@rule(RewardConfig)
+def judges_are_asked_somewhere(reward: RewardConfig) -> Iterator[str]:
+    for where, term in _judges(reward):
+        if term.is_policy:
+            for name in ("model", "max_in_flight", "max_retries", "timeout_s", "params", "api_key_variable"):
+                if is_set(term, name):
+                    yield f'{where} {name} belongs to a server, and url = "policy" needs none; remove it'
+        else:
+            if term.model is None:
+                yield f"{where} model is not set; set it to the name that the judge has at {term.url}"
+            if is_set(term, "max_question_tokens"):
+                yield f'{where} max_question_tokens has no meaning without url = "policy"; remove it'
+
+
+def _judges(reward: RewardConfig) -> Iterator[tuple[str, JudgeReward]]:
+    """Yield each judge with the words that begin a sentence about it."""
+    for place, term in enumerate(reward.terms):
+        if isinstance(term, JudgeReward):
+            yield f"of terms, number {place}:", term
 
 
 def _fields(template: str) -> set[str]:

@@ -8,6 +8,7 @@ from spmdrl.algo.packing import padding_tokens
 from spmdrl.config.base import is_set, rule
 from spmdrl.config.engines import ENGINE_SETTINGS, ENGINES, EngineFacts, engine_facts, engine_name_problems
 from spmdrl.config.errors import all_keys, did_you_mean, is_by_name, sections_at
+from spmdrl.config.rewards import JudgeReward, ModelReward
 from spmdrl.config.whole import Config, PreferencesConfig, TuningConfig
 
 
@@ -315,25 +316,34 @@ def budget_holds_a_sequence(cfg: Config | TuningConfig) -> Iterator[str]:
 
 
 @rule(Config)
-def reward_models_score_finished_groups(cfg: Config) -> Iterator[str]:
-    if not cfg.reward.model_terms:
-        return
-    name = f"reward.terms.{next(iter(cfg.reward.model_terms))}"
-    if cfg.environment is not None:
-        yield (
-            f'{name}.kind = "model" scores one response to a prompt, and [environment] makes conversations; remove one '
-            "of them"
-        )
-    if cfg.rollout.dynamic_sampling:
-        yield (
-            f'{name}.kind = "model" scores when a step has its groups, and rollout.dynamic_sampling = true chooses '
-            "them by their rewards before; set it to false"
-        )
-    if cfg.eval is not None and cfg.eval.success_at is None:
-        yield (
-            f'{name}.kind = "model" has no full marks by which eval/accuracy could count; set eval.success_at to the '
-            "reward from which a response is right"
-        )
+def some_terms_score_finished_groups(cfg: Config) -> Iterator[str]:
+    for place, term in cfg.reward.group_terms.items():
+        name = f'reward.terms.{place}.kind = "{term.kind}"'
+        if cfg.rollout.dynamic_sampling:
+            yield (
+                f"{name} scores when a step has its groups, and rollout.dynamic_sampling = true chooses them by their "
+                "rewards before; set it to false"
+            )
+        if isinstance(term, ModelReward):
+            if cfg.environment is not None:
+                yield (
+                    f"{name} scores one response to a prompt, and [environment] makes conversations; remove one of them"
+                )
+            if cfg.eval is not None and cfg.eval.success_at is None:
+                yield (
+                    f"{name} has no full marks by which eval/accuracy could count; set eval.success_at to the reward "
+                    "from which a response is right"
+                )
+        elif isinstance(term, JudgeReward) and term.group is not None and (one := _groups_of_one(cfg, term.group)):
+            yield f'reward.terms.{place}.group = "{term.group}" compares responses, and {one} has no others; raise it'
+
+
+def _groups_of_one(cfg: Config, group: str) -> str | None:
+    """The setting by which there is nothing to compare in a group."""
+    if cfg.rollout.group_size == 1:
+        return "rollout.group_size = 1"
+    is_alone = cfg.eval is not None and cfg.eval.samples_per_prompt == 1
+    return "eval.samples_per_prompt = 1" if is_alone and group == "ranking" else None
 
 
 @rule(PreferencesConfig)

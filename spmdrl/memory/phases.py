@@ -433,7 +433,7 @@ def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:
     weights = rank.size.whole * rank.compute_bytes // cfg.rollout.tp_size
     num_engines = (run.engine_ranks or run.num_ranks) // cfg.rollout.tp_size
     rows = min(cfg.rollout.max_running, math.ceil(run.rollouts_per_step / num_engines))
-    cached = run.max_sequence_tokens * decoder.key_value_width + decoder.conv_elements
+    cached = max(run.max_sequence_tokens, run.max_judged_tokens) * decoder.key_value_width + decoder.conv_elements
     cache = rows * (cached * rank.compute_bytes + decoder.state_elements * _FLOAT32)
     waiting = cache if cfg.environment is not None else 0
     logits = rows * decoder.vocabulary * (2 * _FLOAT32 + rank.compute_bytes)

@@ -148,6 +148,7 @@ def open_inputs(
     for place, model in scorers.items():
         found.ask(_parallel_problems, cfg, model)
         found.ask(_vocabulary_problems, readers[place], model)
+    found.ask(_judged_problems, plan, policy)
     found.ask(_rotary_problems, cfg, plan, policy)
     for model in (policy, critic, *beside):
         found.ask(_tree_problems, plan, model)
@@ -165,7 +166,7 @@ def open_inputs(
         found.ask(_conversation_problems, cfg, tokenizer, stops)
         for place, reader in readers.items():
             found.ask(text_problems, cfg, place, reader, prompts)
-        found.ask(judge_problems, cfg, prompts)
+        found.ask(judge_problems, cfg, tokenizer, prompts)
         found.ask(hint_problems, cfg, plan, policy, tokenizer, prompts)
         found.ask(environment_problems, cfg, environment, tokenizer, stops, prompts, images)
     if prompts is None:
@@ -454,8 +455,18 @@ def _length_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
         )
 
 
+def _judged_problems(plan: Plan, policy: OpenedModel) -> Iterator[str]:
+    limit, longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None), plan.max_judged_tokens
+    if limit is not None and longest > limit:
+        yield (
+            f"a question to the policy as its own judge may have {longest} tokens with its answer, but the model was "
+            f"made for {limit} (max_position_embeddings); lower max_question_tokens or max_answer_tokens of "
+            "reward.terms"
+        )
+
+
 def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
-    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    longest = plan.max_sampled_tokens
     return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
 
 

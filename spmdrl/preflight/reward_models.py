@@ -18,7 +18,8 @@ from spmdrl.model.reward_model import num_labels_of, reward_model_problems
 from spmdrl.preflight.forecast import Model
 from spmdrl.preflight.frozen import OpenedModel
 from spmdrl.rewards.client import item_of
-from spmdrl.rewards.judge import Judges
+from spmdrl.rewards.judge import Judges, question_about, scores_in
+from spmdrl.rollout.policy_judge import question_ids
 from spmdrl.types import UserError
 
 
@@ -66,10 +67,13 @@ def text_problems(cfg: Config, place: int, tokenizer: PreTrainedTokenizerBase, p
         yield f"{_name(place)}: {error}"
 
 
-def judge_problems(cfg: Config | TuningConfig, prompts: PromptStream) -> Iterator[str]:
+def judge_problems(
+    cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream
+) -> Iterator[str]:
     """Ask each judge about the first prompt and its reference answer, and yield a sentence where that gives no score.
 
-    The first rank asks, and only for a run that samples."""
+    The first rank asks, and only for a run that samples. Of the policy, which has no engine yet, only the question is
+    checked."""
     if not isinstance(cfg, Config) or cfg.debug.load_rollouts is not None or os.environ.get("RANK", "0") != "0":
         return
     terms = {
@@ -81,12 +85,21 @@ def judge_problems(cfg: Config | TuningConfig, prompts: PromptStream) -> Iterato
         return
     (prompt,) = prompts.take(0, 1)
     item = item_of(prompt, prompt.answer or "answer")
-    with Judges(terms) as judges:
-        for trial in [judges.submit(judges.score(item, [name])) for name in terms]:
+    with Judges({name: term for name, term in terms.items() if not term.is_policy}) as judges:
+        for name, term in terms.items():
+            items = [item] * (1 if term.group is None else 2)
             try:
-                trial.result()
+                question = question_about(items, term)
+                if term.is_policy:
+                    question_ids(tokenizer, term, question, cfg)
+                    continue
+                (answer,) = judges.answers(name, [question])
+                if isinstance(answer, ValueError):
+                    raise answer
+                scores_in(answer, term, len(items))
             except ValueError as error:
-                yield f"{one_line(str(error))}; a first question, about the first prompt, must get a score"
+                reason = f"{name}: {one_line(str(error))}"
+                yield f"{reason}; a first question, about the first prompt, must get a score"
 
 
 def read_reward_models(cfg: Config | TuningConfig) -> dict[str, Model]:

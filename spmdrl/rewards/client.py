@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import RewardConfig
+from spmdrl.config import JudgeReward, RewardConfig
 from spmdrl.data.tokenizer import decode
 from spmdrl.faults.text import lines, one_line
+from spmdrl.rewards.groups import judgments
 from spmdrl.rewards.judge import Judges
 from spmdrl.rewards.verifiers import RewardItem
 from spmdrl.rewards.worker import PROGRAM, RewardJob, Term
@@ -26,6 +28,7 @@ from spmdrl.workers.process import sandbox_hint
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
 Rewarded = tuple[Rollout, RewardOutcome]
+AskPolicy = Callable[[JudgeReward, Sequence[str]], Sequence[str | ValueError]]  # questions to the policy as its judge
 
 _MAX_ANSWER_BYTES = 2**20
 _NOTHING = RewardOutcome(reward=0.0, parts={})  # of a run without terms that processes compute
@@ -39,7 +42,8 @@ class RewardClient:
         """`judged` is the folder in which answers of judges are cached; None: only in memory."""
         self.cfg = cfg
         with ExitStack() as exits:
-            self._judges = exits.enter_context(Judges(cfg.judges, judged)) if cfg.judges else None
+            asked = {name: term for name, term in cfg.judges.items() if not term.is_policy}
+            self._judges = exits.enter_context(Judges(asked, judged)) if asked else None
             self._pool = exits.enter_context(RewardPool(cfg)) if cfg.in_processes else None
             self._exits = exits.pop_all()
         self._tokenizer = tokenizer
@@ -55,7 +59,7 @@ class RewardClient:
             return known_reward(rollout, RewardOutcome(reward=0.0, parts={}, failure=rollout.failure))
         if self._pool is None and self._judges is None:
             return known_reward(rollout, _NOTHING)
-        item = item_of(rollout.prompt, decode(self._tokenizer, rollout.turns[-1].response.token_ids), rollout)
+        item = self._read(rollout)
         return rollout, self._judged(item, known_outcome(_NOTHING) if self._pool is None else self._pool.submit(item))
 
     def collect(self, pending: Iterable[Pending]) -> list[Rewarded]:
@@ -63,6 +67,35 @@ class RewardClient:
         pending = list(pending)
         wait([future for _, future in pending])  # all at once: each wait of its own would wake this thread
         return [(rollout, future.result()) for rollout, future in pending]
+
+    def complete(self, pending: list[Pending], ask_policy: AskPolicy | None = None) -> list[Pending]:
+        """Add what judges say that wait for groups, which `pending` has whole; this waits for all other rewards.
+
+        `ask_policy` asks the policy, where it is a judge.
+        """
+        for name, term in self.cfg.group_judges.items():
+            rewarded = self.collect(pending)
+            found = judgments(name, term, rewarded, self._read, partial(self._answers, name, term, ask_policy))
+            pending = [
+                known_reward(rollout, self._with_part(outcome, name, found[place]) if place in found else outcome)
+                for place, (rollout, outcome) in enumerate(rewarded)
+            ]
+        return pending
+
+    def _answers(
+        self, name: str, term: JudgeReward, ask_policy: AskPolicy | None, questions: Sequence[str]
+    ) -> Sequence[str | ValueError]:
+        if not term.is_policy:
+            assert self._judges is not None
+            return self._judges.answers(name, questions)
+        assert ask_policy is not None, "no engine has the policy"
+        return ask_policy(term, questions)
+
+    def _with_part(self, outcome: RewardOutcome, name: str, part: float | str) -> RewardOutcome:
+        return failed(part) if isinstance(part, str) else weighed({**outcome.parts, name: part}, self.cfg)
+
+    def _read(self, rollout: Rollout) -> RewardItem:
+        return item_of(rollout.prompt, decode(self._tokenizer, rollout.turns[-1].response.token_ids), rollout)
 
     def check(self, prompt: Prompt) -> RewardOutcome:
         """Compute the reward of the reference answer itself. Raises UserError if that fails."""
@@ -83,7 +116,11 @@ class RewardClient:
             outcome = await asyncio.wrap_future(others)
             if outcome.failure is not None:
                 return outcome
-            asked = [name for name, term in self.cfg.judges.items() if term.counts_with(outcome.parts)]
+            asked = [
+                name
+                for name, term in self.cfg.judges.items()
+                if not term.waits_for_groups and term.counts_with(outcome.parts)
+            ]
             return weighed(outcome.parts | await self._judges.score(item, asked), self.cfg)
         except (ValueError, OSError) as error:
             return failed(str(error))

@@ -1,9 +1,10 @@
-"""Rewards by judges: a language model behind an OpenAI-compatible address is asked about each response.
+"""Rewards by judges: a language model is asked about each response, or about all responses to a prompt.
 
-    item -> question (template) -> answer (server, or what it has said before) -> score (JSON field or pattern) -> part
+    items -> question (template) -> answer (server, or what it said before) -> scores (JSON field or pattern) -> parts
 
 What judges say is cached by the content of the question, in a file of each rank in the run's folder: a resumed run, or
-one that is judged again, has the same rewards. A failure is that of one rollout, with its reason.
+one that is judged again, has the same rewards. A failure is that of what was asked about, with its reason. Judges
+behind an OpenAI-compatible address are asked here; `rollout/policy_judge.py` asks the policy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,17 @@ class Judges:
         """Run a coroutine that asks them, in their thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def answers(self, name: str, questions: Sequence[str]) -> list[str | ValueError]:
+        """Ask one of them these questions at once; an error, with a sentence, where there is no answer."""
+
+        async def all_of_them() -> list[str | BaseException]:
+            judge = self._judges[name]
+            return await asyncio.gather(*(judge.answer(one) for one in questions), return_exceptions=True)
+
+        return [
+            _as_error(one) if isinstance(one, BaseException) else one for one in self.submit(all_of_them()).result()
+        ]
+
     async def score(self, item: RewardItem, names: Iterable[str]) -> dict[str, float]:
         """Return the parts of a reward that these judges give, 0 to 1. Raises ValueError, with a sentence."""
         judges = [(name, self._judges[name]) for name in names]
@@ -57,7 +69,7 @@ class Judges:
         found = {}
         for (name, _), score in zip(judges, scores, strict=True):
             if isinstance(score, BaseException):
-                raise ValueError(f"{name}: {score if isinstance(score, ValueError) else of_error(score)}") from score
+                raise ValueError(f"{name}: {_as_error(score)}") from score
             found[name] = score
         return found
 
@@ -91,8 +103,13 @@ class Judge:
         """Ask about a response; returns 0 for the lowest score to 1 for the highest.
 
         Raises ValueError, with a sentence, when there is no question, no answer, or no score in the answer."""
+        (score,) = scores_in(await self.answer(question_about([item], self._term)), self._term, 1)
+        return score
+
+    async def answer(self, question: str) -> str:
+        """Return what the judge says, now or before. Raises ValueError, with a sentence, when it says nothing."""
         term = self._term
-        messages = [{"role": "user", "content": question_about(item, term)}]
+        messages = [{"role": "user", "content": question}]
         if term.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": term.system_prompt})
         asked = {
@@ -102,10 +119,7 @@ class Judge:
             "max_tokens": term.max_answer_tokens,
             **term.params,
         }
-        score = score_in(await self._said.of({"url": term.url, **asked}, lambda: self._ask(asked)), term)
-        if not term.lowest <= score <= term.highest:
-            raise ValueError(f"the judge's score is {score:g}, not from {term.lowest:g} to {term.highest:g}")
-        return (score - term.lowest) / (term.highest - term.lowest)
+        return await self._said.of({"url": term.url, **asked}, lambda: self._ask(asked))
 
     async def _ask(self, question: Question) -> str:
         """Return the server's answer. Raises ValueError, with a sentence, when there is none."""
@@ -146,9 +160,22 @@ class Cache:
             for path in (*others, self._path):
                 self._known |= _read(path)
 
+    def key(self, question: Question) -> str:
+        """The name of a question: 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+
+    def find(self, key: str) -> str | None:
+        """Return what was said to the question of this name; None where it was not asked."""
+        return self._known.get(key)
+
+    def add(self, key: str, answer: str) -> None:
+        """Add an answer."""
+        self._write(key, answer)
+        self._known[key] = answer
+
     async def of(self, question: Question, ask: Callable[[], Awaitable[str]]) -> str:
         """Return what was said, or ask. Raises what `ask` raises: only answers are cached."""
-        key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+        key = self.key(question)
         if key in self._known:
             return self._known[key]
         if key not in self._asked:
@@ -158,8 +185,7 @@ class Cache:
 
     async def _asked_first(self, key: str, ask: Callable[[], Awaitable[str]]) -> str:
         answer = await ask()
-        self._write(key, answer)
-        self._known[key] = answer
+        self.add(key, answer)
         return answer
 
     def close(self) -> None:
@@ -216,17 +242,23 @@ def open_client(name: str, term: JudgeReward) -> Any:
     return AsyncOpenAI(base_url=term.url, api_key=key, max_retries=term.max_retries, timeout=term.timeout_s)
 
 
-def question_about(item: RewardItem, term: JudgeReward) -> str:
-    """Fill a judge's template in for a response. Raises ValueError, with a sentence, when it has an unknown field."""
+def question_about(items: Sequence[RewardItem], term: JudgeReward) -> str:
+    """Fill a judge's template in for a response, or for those of a group. Raises ValueError, with a sentence, when it
+    has an unknown field."""
+    item = items[0]
     values = {name: value if isinstance(value, str) else _as_text(value) for name, value in item.metadata.items()}
-    values |= {"lowest": f"{term.lowest:g}", "highest": f"{term.highest:g}"}
-    values |= {"prompt": item.prompt, "response": item.response}
+    values |= {"lowest": f"{term.lowest:g}", "highest": f"{term.highest:g}", "prompt": item.prompt}
     values |= {"rubric": term.rubric} if term.rubric is not None else {}
     values |= {"answer": item.answer} if item.answer is not None else {}
+    if term.group is None:
+        values["response"] = item.response
+    else:
+        numbered = (f"Response {number}:\n{one.response}" for number, one in enumerate(items, start=1))
+        values |= {"responses": "\n\n".join(numbered), "count": f"{len(items)}"}
     if missing := sorted(term.fields - values.keys()):
         known = ", ".join(f"{{{name}}}" for name in sorted(values))
         raise ValueError(f"its template has {{{missing[0]}}}, which this prompt has not; it has {known}")
-    return term.template.format_map(values)
+    return term.question.format_map(values)
 
 
 def _as_text(value: Any) -> str:
@@ -245,23 +277,57 @@ def content_of(body: str) -> str:
     raise ValueError(f"the server's answer has no choices with a message: {body[:80]!r}")
 
 
-def score_in(answer: str, term: JudgeReward) -> float:
-    """Return the score that a judge's answer names last. Raises ValueError, with a sentence, when it names none."""
+def scores_in(answer: str, term: JudgeReward, count: int) -> list[float]:
+    """Return the scores that a judge's answer names last of as many responses, 0 for the lowest to 1 for the highest.
+
+    Raises ValueError, with a sentence, when it does not name them."""
+    said = _said_in(answer, term)
+    if term.group is None:
+        return [_scaled(said, term)]
+    if not isinstance(said, list) or len(said) != count:
+        raise ValueError(f"the judge's {term.field} are {_shown(said)}, and no list of {count}, one for each response")
+    if term.group == "scores":
+        return [_scaled(one, term) for one in said]
+    if sorted(map(_number, said)) != [*range(1, count + 1)]:
+        raise ValueError(f"the judge's ranking is {_shown(said)}, and not each of the numbers 1 to {count} once")
+    place = {int(_number(one)): place for place, one in enumerate(said)}
+    return [1.0 - place[number] / max(1, count - 1) for number in range(1, count + 1)]
+
+
+def _said_in(answer: str, term: JudgeReward) -> Any:
     if term.score_pattern is not None:
-        found = [match[1] for match in re.finditer(term.score_pattern, answer)]
+        found: list[Any] = [match[1] for match in re.finditer(term.score_pattern, answer)]
         what = f"nothing like {term.score_pattern}"
     else:
-        found = [one[term.score_field] for one in _objects(answer) if term.score_field in one]
-        what = f'no JSON object with "{term.score_field}"'
+        found = [one[term.field] for one in _objects(answer) if term.field in one]
+        what = f'no JSON object with "{term.field}"'
     if not found:
         raise ValueError(f"the judge's answer has {what}: it ends {answer[-80:]!r}")
-    try:
-        score = float(found[-1])
-    except (TypeError, ValueError, OverflowError):
-        score = math.nan
+    return found[-1]
+
+
+def _scaled(said: Any, term: JudgeReward) -> float:
+    score = _number(said)
     if not math.isfinite(score):
-        raise ValueError(f"the judge's score is {found[-1]!r}, and no number")
-    return score
+        raise ValueError(f"the judge's score is {_shown(said)}, and no number")
+    if not term.lowest <= score <= term.highest:
+        raise ValueError(f"the judge's score is {score:g}, not from {term.lowest:g} to {term.highest:g}")
+    return (score - term.lowest) / (term.highest - term.lowest)
+
+
+def _number(said: Any) -> float:
+    try:
+        return float(said)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _shown(said: Any) -> str:
+    return repr(said)[:80]
+
+
+def _as_error(error: BaseException) -> ValueError:
+    return error if isinstance(error, ValueError) else ValueError(of_error(error))
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from spmdrl.algo.metrics import Max
 from spmdrl.config import Config, RefitConfig
+from spmdrl.config.rewards import POLICY
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
+from spmdrl.rewards.judge import Cache
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.episode import EnvContext
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
+from spmdrl.rollout.policy_judge import PolicyJudge
 from spmdrl.rollout.sample import eval_sampling, training_sampling
 from spmdrl.rollout.scheduler import RestoreImages, sample
 from spmdrl.run import Launch
@@ -72,6 +76,7 @@ class LocalSampler(Sampler):
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
         self._env_context = _open_env_context(run) if engine.leads else None
+        self._rewards, self._policy_judge = run.rewards, _open_policy_judge(run, engine)
         has_images = run.inputs.images.store is not None
         self._restore: RestoreImages | None = prompts.restore if has_images else None
         self._restore_held_out: RestoreImages | None = run.inputs.held_out.restore if has_images else None
@@ -108,8 +113,9 @@ class LocalSampler(Sampler):
         return dataclasses.replace(collected, probes=probes, metrics=metrics)
 
     def collect_alone(self, step: int) -> Collected:
-        """Sample the rollouts of a step without the probe."""
-        return self._collector.collect(step)
+        """Sample the rollouts of a step without the probe, and ask judges that wait for its groups."""
+        collected = self._collector.collect(step)
+        return collected.with_pending(self._judged(collected.pending, during=f"the judgments of step {step}"))
 
     def answer_probes(self) -> list[Rollout]:
         """Sample this engine's answers to the first prompts of the stream, with the same noise every time; one response
@@ -136,7 +142,14 @@ class LocalSampler(Sampler):
                 in_order=self._rules.in_order,
             )
 
-        return self._restarts.carry(answer, during="an evaluation")
+        pending = self._restarts.carry(answer, during="an evaluation")
+        return self._judged(pending, during="the judgments of an evaluation")
+
+    def _judged(self, pending: list[Pending], *, during: str) -> list[Pending]:
+        """Add the parts of rewards that wait for groups; the policy is asked while its engine is awake."""
+        if not self._cfg.reward.group_judges:
+            return pending
+        return self._restarts.carry(lambda: self._rewards.complete(pending, self._policy_judge), during=during)
 
     def state(self, step: int) -> Mapping[str, Any]:
         return self._collector.state(step)
@@ -157,6 +170,13 @@ def _open_env_context(run: Launch[Config]) -> EnvContext | None:
     client = run.enter(open_environments(run.cfg.environment))
     inputs = run.inputs
     return open_env_context(run.cfg, client, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
+
+
+def _open_policy_judge(run: Launch[Config], engine: RolloutEngine) -> PolicyJudge | None:
+    if not run.cfg.reward.max_judged_tokens:
+        return None
+    said = run.enter(closing(Cache(run.folder.judged / POLICY)))
+    return PolicyJudge(engine, run.inputs.tokenizer, run.inputs.stop_token_ids, run.cfg, said)
 
 
 def _followed_schedule(cfg: Config) -> dict[int, Mapping[str, Any]] | None:

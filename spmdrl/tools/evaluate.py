@@ -37,6 +37,7 @@ from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.env_context import open_env_context
+from spmdrl.rollout.policy_judge import PolicyJudge
 from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
@@ -147,7 +148,8 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
             restore_images=held_out.prompts.restore,
             in_order=True,
         )
-        return rewards.collect(pending)
+        judge = PolicyJudge(engine, held_out.tokenizer, held_out.stop_token_ids, cfg, None)
+        return rewards.collect(rewards.complete(pending, judge))
 
 
 def _kernel(cfg: Config, device_type: str, dtype: torch.dtype) -> Kernel:

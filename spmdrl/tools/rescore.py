@@ -49,8 +49,9 @@ class Rescored:
 
 def rescore(folder: RunFolder, cfg: Config, steps: Sequence[int]) -> list[Rescored]:
     """Apply `cfg.reward` to the rollouts of these steps, in whole groups. Raises UserError."""
-    if cfg.reward.model_terms:
-        raise UserError('kind = "model" is computed by the ranks of a run; rescore with terms of other kinds')
+    if cfg.reward.model_terms or cfg.reward.max_judged_tokens:
+        kind = 'kind = "model"' if cfg.reward.model_terms else 'url = "policy"'
+        raise UserError(f"{kind} is computed by the ranks of a run; rescore with other terms")
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code)
     prompts, _ = open_training_prompts(cfg)
     saved = [
@@ -68,8 +69,12 @@ def rescore(folder: RunFolder, cfg: Config, steps: Sequence[int]) -> list[Rescor
                 "they were, so that rewards see its other columns"
             )
     with RewardClient(cfg.reward, tokenizer, judged=folder.judged / "rescored") as rewards:
-        asked = [rewards.submit(replace(rollout, prompt=data[rollout.prompt.prompt_id])) for _, rollout, _ in saved]
-        outcomes = rewards.collect(asked)
+        asked = [
+            (step, rewards.submit(replace(rollout, prompt=data[rollout.prompt.prompt_id])))
+            for step, rollout, _ in saved
+        ]
+        of_steps = ([pending for step, pending in asked if step == one] for one in steps)
+        outcomes = [outcome for pending in of_steps for outcome in rewards.collect(rewards.complete(pending))]
     return [
         Rescored(step, rollout, decode(tokenizer, rollout.turns[-1].response.token_ids), before, now)
         for (step, _, before), (rollout, now) in zip(saved, outcomes, strict=True)

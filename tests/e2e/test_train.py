@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from spmdrl.tools import rescore
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
+from tests.helpers.cuts import cut, entering, nowhere
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -325,6 +328,30 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
     assert expected[0] == list(range(8)) and expected[-1][-1] > 16 * 8 + 8, "nothing was passed over"
     last = rows(folder / "runs/alone")[-1]
     assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1
+
+
+def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(tmp_path: Path) -> None:
+    """Killed when a step has been judged, it asks nothing again."""
+    alone = "template='{rubric} {response}',rubric='Rate',score_pattern='([0-9])',highest=9.0,temperature=1.0"
+    policy = 'kind="judge",url="policy",max_question_tokens=180,max_answer_tokens=20'
+    data = sums_from_files(tmp_path)["data"]
+    write_small_run(tmp_path, model={"num_layers": 2}, run={"num_steps": 2}, eval=None, data=data)
+    judges = f"[{{{policy},{alone}}}]"
+    settings = (str(tmp_path / "c.toml"), "checkpoint.every=1", f"reward.terms={judges}")
+    assert set(run_ranks(2, cut, [*settings, "run.name=whole"], nowhere)) == {0}
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(2, cut, [*settings, "run.name=killed"], partial(entering, 2, "reward", signal.SIGKILL, rank=1))
+    before = _judged(tmp_path / "runs/killed")
+    assert set(run_ranks(2, cut, [*settings, "run.name=killed"], nowhere)) == {0}
+    runs = [tmp_path / "runs" / name for name in ("whole", "killed")]
+    assert steady_rows(runs[0]) == steady_rows(runs[1]) and sample_rows(runs[0]) == sample_rows(runs[1])
+    assert _judged(runs[1]) == before and sum(said.count("\n") for said in before.values()) > 50
+    assert all(row["reward/mean"] > 0 and 0 < row["reward/failed_count"] < 32 for row in rows(runs[0]))
+
+
+def _judged(run: Path) -> dict[str, str]:
+    """What the policy has said of its own responses, by rank."""
+    return {path.name: path.read_text() for path in (run / "judged/policy").iterdir()}
 
 
 def test_saved_rollouts_have_their_rewards_again_and_another_reward_differs_where_it_is_said(

@@ -76,7 +76,7 @@ def resolved(folder: Path) -> dict[str, Any]:
 
     for module in (memory_hook, qwen3_vl):
         module.get_device_memory_capacity = lambda device=None: float(MEMORY_MIB)
-    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    plan: Any = SimpleNamespace(max_sampled_tokens=100)
     world = World(
         rank=0,
         num_ranks=1,

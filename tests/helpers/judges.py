@@ -102,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, fails: str, question: str) -> None:
         said = {"no_score": "Good.", "words": '{"score": "high"}', "nan": '{"score": NaN}', "beyond": '{"score": 11}'}
-        content = said.get(fails, f'It is so {{so}}. {{"score": {score_of(question)}, "why": {{"a": 1}}}}')
+        each = [(score_of(question) + 3 * place) % 11 for place in range(question.count("Response "))]
+        scores = f'"score": {score_of(question)}, "scores": {each}, "ranking": {[*range(1, len(each) + 1)]}'
+        content = said.get(fails, f'It is so {{so}}. {{{scores}, "why": {{"a": 1}}}}')
         body = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         match fails:
             case "429" | "500" | "404":

@@ -184,7 +184,7 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
 @pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])
 def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: str) -> None:
     cfg = read(tmp_path, GOOD, "true_on_policy=true", "rollout.engine=sglang", f"offload.engine={released}")
-    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    plan: Any = SimpleNamespace(max_sampled_tokens=100)
     world = World(
         rank=0,
         num_ranks=1,

@@ -64,7 +64,7 @@ def config(folder: Path, *overrides: str) -> Config:
 
 
 def started(cfg: Config, device: str, model_config: PreTrainedConfig | None = None) -> SGLangOptions:
-    plan: Any = SimpleNamespace(max_sequence_tokens=100, max_eval_sequence_tokens=50)
+    plan: Any = SimpleNamespace(max_sampled_tokens=100)
     world = World(
         rank=0,
         num_ranks=1,

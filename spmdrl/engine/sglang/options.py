@@ -149,7 +149,9 @@ def sglang_problems(
             f"end-of-sequence tokens of the model; set rollout.stop_token_ids = {sorted(ends | stop_token_ids)}"
         )
     eval_tokens = (cfg.eval.max_response_tokens if cfg.eval else None) or 0
-    longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_response_tokens, eval_tokens)
+    longest = max(
+        cfg.data.max_prompt_tokens + max(cfg.rollout.max_response_tokens, eval_tokens), cfg.reward.max_judged_tokens
+    )
     if cfg.rollout.max_kv_tokens is not None and cfg.rollout.max_kv_tokens < longest + _ROOM_TOKENS:
         yield (
             f"rollout.max_kv_tokens = {cfg.rollout.max_kv_tokens} cannot hold one prompt and its response of together "
@@ -275,7 +277,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
     """Translate the settings for the engine of this rank's engine mesh; `world` is that of the rank that leads it."""
     on_cpu = world.device.type == "cpu"
     rollout, release = cfg.rollout, frozenset(cfg.offload.engine)
-    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    longest = plan.max_sampled_tokens
     kv_tokens = rollout.max_kv_tokens or (rollout.max_running * longest + _ROOM_TOKENS if on_cpu else None)
     dtype = f"{compute_dtype(cfg.model.compute_dtype, world.device.type)}".removeprefix("torch.")
     arguments = {
