@@ -19,7 +19,7 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
-from spmdrl.model.frozen import load_frozen
+from spmdrl.model.frozen import Follower, load_frozen
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
@@ -27,7 +27,7 @@ from spmdrl.step.teachers import FrozenModels
 from spmdrl.types import NO_TEACHER, Hint, Sequence, TurnSpan
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.learners import full_weights
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import HAS_EXPERT_PLANS, save_qwen3, save_qwen3_moe
 from tests.helpers.parity import assert_same_change, dealt, initial
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
@@ -35,6 +35,11 @@ from tests.helpers.sequences import random_sequences
 VOCABULARY, SEQUENCES, TEMPERATURE = 96, 12, 0.8
 ONE = {"teacher": "big"}
 BOTH = {"teachers": [{"model": "big", "tasks": ["a"], "weight": 0.5}, {"model": "wide", "tasks": ["b"], "weight": 2.0}]}
+OWN: dict[str, dict[str, Any]] = {
+    "base": {"adapters": "off"},
+    "policy": {"weights": "policy"},
+    "average": {"weights": "average", "decay": 0.75},
+}
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]  # [distill], [parallel], changes to the plan
 Outcome = tuple[dict[str, Tensor], dict[str, float]]  # every weight after one update, and the update's metrics
 
@@ -47,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_qwen3(folder / "big", vocab_size=VOCABULARY, seed=1, hidden_size=96, num_hidden_layers=3)
     save_qwen3(folder / "wide", vocab_size=VOCABULARY, seed=2, tie_word_embeddings=False)
     save_qwen3(folder / "padded", vocab_size=VOCABULARY + 16, seed=3)
+    save_qwen3_moe(folder / "experts", vocab_size=VOCABULARY)
     return folder
 
 
@@ -65,15 +71,11 @@ def _distil_each(folder: Path, cases: list[Case]) -> list[Outcome]:
 def _distilled(
     world: World, folder: Path, table: dict[str, Any], parallel: dict[str, int], changes: dict[str, Any]
 ) -> Outcome:
-    meshes, settings = build_meshes(world, ParallelConfig(**parallel)), model_config(str(folder / "student"))
+    student = str(folder / changes.get("student", "student"))
+    meshes, settings = build_meshes(world, ParallelConfig(**parallel)), model_config(student)
     distill, lora = DistillConfig(**table), LoraConfig(rank=4) if "lora" in changes else None
     names = [one.model for one in distill.by_place]
-    models = {
-        name: OtherModelConfig(
-            **({"base": {"adapters": "off"}, "policy": {"weights": "policy"}}).get(name) or {"path": str(folder / name)}
-        )
-        for name in names
-    }
+    models = {name: OtherModelConfig(**OWN.get(name) or {"path": str(folder / name)}) for name in names}
     policy = load_trained(settings, lora, meshes, temperature=TEMPERATURE, seed=0)
     temperatures = dict.fromkeys(names, distill.teacher_temperature or TEMPERATURE)
     frozen = load_frozen(policy, settings, models, meshes, temperatures=temperatures)
@@ -94,11 +96,14 @@ def _distilled(
     batch = add_columns(batch, {"advantages": advantages}, meshes.training)
     objective = PolicyObjective(loss_config(), distill=distill)
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-    learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32)
+    followers = {name: Follower.of(one, frozen[name].model) for name, one in models.items() if one.follows}
+    learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32, followers=followers)
     mini_batches = taught.teach(batch, meshes).mini_batches
     with taught.teaching():
         metrics = update(learner, mini_batches, meshes, step=1)
     moved = full_weights(policy, meshes) if policy.adapters is None else policy.adapters.trained
+    for follower in followers.values():
+        moved = full_weights(follower.model, meshes)
     return moved, {name: metric.value() for name, metric in metrics.items()}
 
 
@@ -192,6 +197,19 @@ def test_the_gradient_is_that_of_one_rank(folder: Path, num_ranks: int) -> None:
     for (_, layout, _), (weights, metrics), (moved, numbers) in zip(cases, expected, found, strict=True):
         assert_same_change(weights, moved, start, 2e-5)
         assert numbers["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-6), layout
+
+
+def test_a_copy_follows_its_policy_on_every_layout_as_on_one_rank(folder: Path) -> None:
+    table: dict[str, Any] = {"teacher": "average", "divergence": "forward"}
+    layouts: list[tuple[str, dict[str, int]]] = [("student", {}), ("student", {"cp": 2}), ("student", {"tp": 2})]
+    layouts += [("experts", {}), *([("experts", {"ep": 2})] if HAS_EXPERT_PLANS else [])]
+    names = ["student", "experts"]
+    alone = run_ranks(1, _distil_each, folder, [(table, {}, {"student": one, "rewarded": True}) for one in names])[0]
+    cases = [(table, layout, {"student": one, "rewarded": True}) for one, layout in layouts]
+    for (one, _), (weights, metrics) in zip(layouts, run_ranks(2, _distil_each, folder, cases)[0], strict=True):
+        expected, numbers = alone[names.index(one)]
+        assert metrics["update/grad_norm"] == pytest.approx(numbers["update/grad_norm"], rel=1e-5)
+        assert_same_change(expected, weights, initial(str(folder / one)), 2e-5)
 
 
 def test_two_teachers_are_the_sum_of_two_runs_with_one(folder: Path) -> None:
