@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_qwen3(folder / "big", vocab_size=VOCABULARY, seed=1, hidden_size=96, num_hidden_layers=3)
     save_qwen3(folder / "wide", vocab_size=VOCABULARY, seed=2, tie_word_embeddings=False)
     save_qwen3(folder / "padded", vocab_size=VOCABULARY + 16, seed=3)
-    save_qwen3_moe(folder / "experts", vocab_size=VOCABULARY)
+    save_qwen3_moe(folder / "experts", vocab_size=VOCABULARY, num_experts=4)
     return folder
 
 
