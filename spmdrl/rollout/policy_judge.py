@@ -3,7 +3,7 @@
     question -> chat template -> request -> response -> text, which `rewards/judge.py` reads
 
 What it says is a number in a reward and nothing else: no token of it is trained on. Answers are cached by the content
-of their requests and by the version of the weights, so that a run that goes on has the same rewards.
+of their requests and by the version of the weights, so that a resumed run has the same rewards.
 """
 
 from __future__ import annotations
