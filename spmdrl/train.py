@@ -119,7 +119,7 @@ def train(run: Launch[Config]) -> None:
                     batch = add_logprobs(batch, learners, frozen, cfg, meshes)
                     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
                     batch = correct(batch, cfg, meshes)
-                    batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
+                    batch = select_by_covariance(batch, cfg.losses, meshes, seed=mix(cfg.run.seed, step))
                 with steps.phase("update"), frozen.teaching():  # the last vote: from here on weights change
                     updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
             recorder.save_fingerprints(step, batch.mini_batches, merge_all(updates))

@@ -33,7 +33,7 @@ from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.engine.registry import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learner import POLICY, start_learners
-from spmdrl.learn.objective import PolicyObjective
+from spmdrl.learn.source_objective import policy_objective
 from spmdrl.learn.update import Accumulated, follow, forward_backward, optimizer_step
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.model.routes import routes_refusal
@@ -237,18 +237,11 @@ class Loop:
             else:
                 batch = self._with_advantages(batch, rollouts, advantages)
             batch = correct(batch, cfg, meshes)
-            batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, self._now.number))
+            batch = select_by_covariance(batch, cfg.losses, meshes, seed=mix(cfg.run.seed, self._now.number))
         objective = policy.objective
         if loss is not None:
-            objective = PolicyObjective(
-                cfg.loss,
-                policy.coefficients,
-                cfg.correction,
-                cfg.mismatch,
-                cfg.distill,
-                function=loss,
-                longest_tokens=self._run.plan.max_sequence_tokens,
-            )
+            longest = self._run.plan.max_sequence_tokens
+            objective = policy_objective(cfg, policy.coefficients, longest_tokens=longest, function=loss)
         with self._phase("update"), self._frozen.teaching():
             for mini_batch in batch.mini_batches:
                 forward_backward(policy, objective, mini_batch, meshes, self._now.done)

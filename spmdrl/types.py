@@ -376,6 +376,7 @@ class Sequence:
     earned: float = 0.0  # the rewards of the turns of the parts before this one
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     teacher: int = NO_TEACHER  # place of its teacher in the settings
+    algorithm: int = 0  # place of its data source's algorithm in `Config.algorithms`
     hint: Hint = NO_HINT
     routes: Tensor | None = dataclasses.field(default=None, compare=False)  # [n, L, k] int16, as a trajectory has them
 
@@ -462,6 +463,7 @@ class MicroBatch:
     earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     sequence_teacher: tuple[int, ...] = ()  # [S] place of each sequence's teacher in the settings, or NO_TEACHER
+    sequence_algorithm: tuple[int, ...] = ()  # [S] place of each sequence's algorithm in `Config.algorithms`
     hints: tuple[Hint, ...] = ()  # [S]
     # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
     routes: Tensor | None = None
@@ -492,7 +494,8 @@ class MicroBatch:
 
     # corrections: `step/correction.py` and `learn/correction.py`
     chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
-    mismatch_scale: float = 1.0  # makes the mean of the mismatch weights over the mini-batch 1
+    # [T] float64, makes the mean of the mismatch weights over the mini-batch 1; None where none is asked for.
+    mismatch_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape
@@ -516,6 +519,19 @@ class MicroBatch:
         assert self.distill_weights is not None, "no token of this micro-batch is distilled"
         is_its = torch.tensor([teacher == place for teacher in self.sequence_teacher])
         return is_its.repeat_interleave(torch.tensor(self.seqlens)) & (self.distill_weights.cpu() != 0)
+
+    def owned_by(self, algorithm: int) -> MicroBatch:
+        """Return the micro-batch as the algorithm at this place sees it: tokens of other sequences are not trained."""
+        if all(one == algorithm for one in self.sequence_algorithm):
+            return self
+        of_each = torch.tensor([one == algorithm for one in self.sequence_algorithm], device=self.loss_mask.device)
+        is_own = of_each.repeat_interleave(self.cu_seqlens.diff(), output_size=len(self.token_ids))
+        weights = {
+            name: torch.where(is_own, column, 0.0)
+            for name in ("loss_weights", "environment_weights", "distill_weights")
+            if isinstance(column := getattr(self, name), Tensor)
+        }
+        return self.with_columns({"loss_mask": self.loss_mask & is_own, **weights})
 
     @property
     def num_computed(self) -> int:

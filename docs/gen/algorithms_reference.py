@@ -19,7 +19,7 @@ _INTRODUCTION = """\
 Every algorithm by the name that a setting gives it: its formula, where it comes from, its settings with their defaults,
 and when to use it. [losses.md](losses.md) says how they are put together, [configuration.md](configuration.md) what the
 settings mean, and [extending.md](extending.md) how to write your own. A setting that the chosen algorithm does not use
-is refused.
+is refused. A data source can have its own ([distillation.md](distillation.md#mathematics-rewarded-style-distilled)).
 
 Notation: R is the reward of a rollout in a prompt group of G; A the advantage of a token; d = logprob - old_logprob
 and ratio = exp(d); s = logprob - rollout_logprob; D = logprob - ref_logprob; cov = (old_logprob - mean) (A - mean) over

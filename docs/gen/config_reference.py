@@ -109,8 +109,13 @@ def _kinds(title: str, name: str, kinds: Sequence[type[Section]], described: dic
         if len(kind.model_fields) > 1:
             yield _table(kind, without=("kind",))
         for key, inner in kind.model_fields.items():
+            nested = sections_in(inner.annotation)
             if is_array(inner.annotation):
-                yield from _array(f"{name}.{key}", sections_in(inner.annotation), described)
+                yield from _array(f"{name}.{key}", nested, described)
+            elif nested and nested[0] not in described:
+                described[nested[0]] = f"{name}.{key}"
+                yield f"#### `[{name}.{key}]`\n\n{_sentence(inner)}\n"
+                yield _table(nested[0])
 
 
 def _table(section: type[Section], without: Sequence[str] = ()) -> str:

@@ -4,7 +4,14 @@ The attribute docstrings of the tables are the configuration reference: `docs/co
 """
 
 # Rules hold once they are imported.
-from spmdrl.config import curriculum_rules, distill_rules, environment_rules, rules, schedule_rules  # noqa: F401
+from spmdrl.config import (  # noqa: F401
+    curriculum_rules,
+    distill_rules,
+    environment_rules,
+    rules,
+    schedule_rules,
+    source_rules,
+)
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
 from spmdrl.config.answers import PairsConfig, PreferenceFile
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
@@ -47,11 +54,13 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
+from spmdrl.config.source_algorithm import Algorithm
 from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
 
 __all__ = [
     "EXACT_BACKENDS",
     "AdvantageConfig",
+    "Algorithm",
     "CheckpointConfig",
     "CodeReward",
     "Config",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from spmdrl.config.base import Coefficient, Count, NonNegativeInt, PathText, Positive, Section, rule
 from spmdrl.config.curriculum import CurriculumConfig
+from spmdrl.config.source_algorithm import SourceAlgorithm
 
 
 def _on_one_line(name: str) -> str:
@@ -39,6 +40,9 @@ class FileSettings(Section):
 
 
 class FileData(FileSettings):
+    algorithm: SourceAlgorithm | None = None
+    """How its rollouts are trained on, where that is other than the run's; `data.sources` of `spmdrl.train` only. See
+    `docs/distillation.md`."""
     answer_column: str = "answer"
     """The reference answer that rewards compare with; "" when the data has none."""
     answer_after: Annotated[str, Field(min_length=1)] | None = None
@@ -60,6 +64,9 @@ def _bounded_widths(template: str) -> str:
 class ReasoningGymData(Section):
     kind: Literal["reasoning_gym"]
     """Procedurally generated tasks of the reasoning-gym package."""
+    algorithm: SourceAlgorithm | None = None
+    """How its rollouts are trained on, where that is other than the run's; `data.sources` of `spmdrl.train` only. See
+    `docs/distillation.md`."""
     task: str
     """Name of the reasoning-gym data set, such as `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)

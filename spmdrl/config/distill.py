@@ -68,9 +68,6 @@ class TeacherConfig(Section):
     hint_column: str | None = None
     """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
     answer. Unset: it sees what the policy sees."""
-    rewarded: bool = True
-    """Train on the rewards of these sources too. False: they are only measured, and the other sources' tokens are the
-    whole denominator of the policy loss."""
 
 
 class DistillConfig(Section):
@@ -124,11 +121,6 @@ class DistillConfig(Section):
     def hints(self) -> bool:
         """True when a teacher sees more than the policy."""
         return any(one.hint_column is not None for one in self.by_place)
-
-    @property
-    def unrewarded(self) -> tuple[int, ...]:
-        """The places of the teachers whose sources are not trained on their rewards."""
-        return tuple(place for place, one in enumerate(self.by_place) if not one.rewarded)
 
     def teacher_of(self, task: str) -> int:
         """Return the place of the teacher of a data source; NO_TEACHER for one that is not distilled."""

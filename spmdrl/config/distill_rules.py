@@ -86,14 +86,6 @@ def teachers_have_tasks_of_the_data(cfg: Config | SftConfig) -> Iterator[str]:
                 yield f'distill.teachers.{place}.tasks: no source of data.sources has the task "{task}", but {known}'
 
 
-@rule(Config, SftConfig)
-def rewards_can_be_left_out(cfg: Config | SftConfig) -> Iterator[str]:
-    for place in cfg.distill.unrewarded if cfg.distill else ():
-        why = "[sft] has no rewards" if isinstance(cfg, SftConfig) else 'advantage.estimator = "none" trains on none'
-        if isinstance(cfg, SftConfig) or cfg.advantage.estimator == "none":
-            yield f"distill.teachers.{place}.rewarded has no meaning: {why}; remove it"
-
-
 @rule(Config)
 def sequence_losses_need_whole_divergences(cfg: Config) -> Iterator[str]:
     if is_per_sequence(cfg) and cfg.distill is not None and not cfg.distill.over_vocabulary:

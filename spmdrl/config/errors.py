@@ -155,6 +155,9 @@ def _siblings(kind: type[Section], location: Location) -> list[str]:
     return list(dict.fromkeys(key for section in sections_at(kind, location[:-1]) for key in section.model_fields))
 
 
+_INDEX = re.compile(r"\.\d+(?=\.)")  # of an entry of an array of tables
+
+
 def settings_in(kind: type[Section], sentence: str) -> list[str]:
     """The settings that a sentence names, in its order: by their dotted names, or a table as `[table]`.
 
@@ -168,6 +171,9 @@ def settings_in(kind: type[Section], sentence: str) -> list[str]:
     found = [table] if prefix else []
     for bracket, word in re.findall(r"(?<![\w./-])(\[?)(\w++(?:\.\w++)*+)(?![\w/])", spoken):
         name = prefix + word if prefix + word in known else word
+        if _INDEX.search(word):  # in an array of tables: the setting, or the table that it is in
+            parts = _INDEX.sub("", word).split(".")
+            name = next((inner for end in range(len(parts), 1, -1) if (inner := ".".join(parts[:end])) in known), word)
         # Without brackets or a dot, the name of a table is a word like others: data, model, run.
         is_ours = name in known and (bracket or "." in word or name not in tables)
         if is_ours or ("." in name and name.partition(".")[0] in by_name):
@@ -206,6 +212,8 @@ class Places:
 
     def of_sentence(self, sentence: str) -> SourceLocation:
         """The place of the first setting in a sentence that the user has written, else of the first setting."""
+        if (first := re.match(r"[\w.]+", sentence)) and _INDEX.search(first[0]):
+            return self.of_setting(first[0])
         names = settings_in(self.kind, sentence)
         written = [place for name in names if (place := self._own(name)) is not None]
         if written:
@@ -237,6 +245,8 @@ def key_lines(text: str) -> dict[str, int]:
             if header[1] == "[[":
                 counts[table] = counts.get(table, -1) + 1
                 table = f"{table}.{counts[table]}"
+            elif around := next((one for one in counts if table.startswith(f"{one}.")), None):
+                table = f"{around}.{counts[around]}{table.removeprefix(around)}"  # a table in the last of these
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
             lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)

@@ -267,6 +267,12 @@ def needs_old_logprobs(
     return num_updates > 1 or needs_global_stats(correction) or penalizes_divergence or bool(loss.choice)
 
 
+def takes_old_pass(cfg: Config, *, num_updates: int) -> bool:
+    """True when a step of a run takes that pass for any of its algorithms."""
+    options: dict[str, Any] = {"num_updates": num_updates, "penalizes_divergence": cfg.penalizes_divergence}
+    return any(needs_old_logprobs(one.loss, one.correction, **options) for one in cfg.algorithms)
+
+
 def router_lines(cfg: Config, *, has_routes: bool) -> Iterator[str]:
     """Yield a line where `correction.router_replay` is unusual for how far the run's tokens are from the policy.
 

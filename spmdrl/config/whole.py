@@ -33,6 +33,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
+from spmdrl.config.source_algorithm import Algorithm
 
 
 class Config(Section):
@@ -76,9 +77,32 @@ class Config(Section):
         return sum(term.weight for term in self.reward.terms if term.weight > 0)
 
     @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """The run's algorithm, and those of data sources that have one; a rollout names its own by the place here."""
+        run = Algorithm(self.advantage, self.loss, self.correction)
+        own = {one.task: one.algorithm for one in self.data.sources if one.algorithm is not None}
+        return (run, *(run.changed_by(one, task) for task, one in own.items()))
+
+    @property
+    def losses(self) -> tuple[LossConfig, ...]:
+        """The policy loss of each algorithm."""
+        return tuple(one.loss for one in self.algorithms)
+
+    @property
+    def algorithm_places(self) -> dict[str, int]:
+        """The places of the algorithms by the task of their data source; all others have the run's."""
+        return {one.name: place for place, one in enumerate(self.algorithms) if place}
+
+    def under(self, algorithm: Algorithm) -> Config:
+        """Return the run whose sources all have this algorithm."""
+        sources = tuple(one.model_copy(update={"algorithm": None}) for one in self.data.sources)
+        sections = {name: getattr(algorithm, name) for name in ("advantage", "loss", "correction")}
+        return self.model_copy(update={"data": self.data.model_copy(update={"sources": sources}), **sections})
+
+    @property
     def has_reference(self) -> bool:
         """True when the policy is compared with a frozen reference."""
-        return self.loss.kl_coef > 0 or self.reward.kl_coef > 0
+        return self.reward.kl_coef > 0 or any(one.loss.kl_coef > 0 for one in self.algorithms)
 
     @property
     def penalizes_divergence(self) -> bool:
@@ -100,12 +124,16 @@ class Config(Section):
     @property
     def weighting(self) -> dict[str, Any]:
         """Settings that say what a token counts in the loss of its mini-batch."""
-        return {**self.loss.weighting, "distill": self.distill}
+        return {**self.loss.weighting, "distill": self.distill, "others": self.algorithms[1:]}
 
     @property
     def sequences(self) -> dict[str, Any]:
         """Settings that say what a sequence takes over from its rollout."""
-        return {"turn_weight": self.reward.turn_weight, "needs_routes": self.correction.router_replay == "R3"}
+        return {
+            "turn_weight": self.reward.turn_weight,
+            "needs_routes": self.correction.router_replay == "R3",
+            "algorithms": self.algorithm_places,
+        }
 
     @property
     def sends_adapters(self) -> bool:

@@ -35,6 +35,7 @@ class SequenceInfo:
     baseline_reward: float = math.nan  # nan where there is none
     earned: float = 0.0  # the rewards of the turns of the parts before
     teacher: int = NO_TEACHER  # its place in the settings
+    algorithm: int = 0  # its place in the settings
     num_hinted: int = 0  # tokens of its hint
     num_replaced: int = 0
     num_layers: int = 0  # of its routes, 0 without any
@@ -74,6 +75,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
             len(s.turns),
             len(s.images),
             s.teacher,
+            s.algorithm,
             len(s.hint.token_ids),
             s.hint.num_replaced,
             *((0, 0) if s.routes is None else s.routes.shape[1:]),
@@ -84,7 +86,7 @@ def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceIn
         for s in sequences
     ]
     # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 15))
+    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 16))
     infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
     return sorted(infos, key=lambda info: info.place)
 
@@ -99,9 +101,9 @@ def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh
 
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *others = map(int, row[:12])
-    teacher, num_hinted, num_replaced, num_layers, num_chosen = others
-    reward, baseline_reward, earned = row[12:]
+    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *others = map(int, row[:13])
+    teacher, algorithm, num_hinted, num_replaced, num_layers, num_chosen = others
+    reward, baseline_reward, earned = row[13:]
     return SequenceInfo(
         index=index,
         part=part,
@@ -115,6 +117,7 @@ def _info(row: list[float], rank: int) -> SequenceInfo:
         baseline_reward=baseline_reward,
         earned=earned,
         teacher=teacher,
+        algorithm=algorithm,
         num_hinted=num_hinted,
         num_replaced=num_replaced,
         num_layers=num_layers,
@@ -238,6 +241,7 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
         ),
         earned=info.earned,
         teacher=info.teacher,
+        algorithm=info.algorithm,
         hint=Hint(info.num_replaced, tuple(of_hint.tolist())),
         images=tuple(
             ImageSpan(digest=_digest(high, low), start=start, num_tokens=num_tokens, grid=(frames, rows, columns))

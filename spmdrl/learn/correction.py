@@ -148,7 +148,9 @@ def importance_weights(
     if correction.kind != "none":
         how = _weighting(correction)
         raw = log_weights(mismatch, mask, cu_seqlens, level=how.level)
-        weights = bounded_weights(raw, mode=how.mode, low=how.low, high=how.high) * micro_batch.mismatch_scale
+        weights = bounded_weights(raw, mode=how.mode, low=how.low, high=how.high)
+        if micro_batch.mismatch_scale is not None:
+            weights = weights * micro_batch.mismatch_scale
         means["correction/bounded_fraction"] = outside(raw, low=how.low, high=how.high).float()
         means["correction/weight"] = weights.float()
     if correction.reject != "none" or correction.veto_below is not None:
@@ -173,7 +175,7 @@ def importance_weights(
 def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:
     """[T] bool: the loss tokens that neither rejection nor veto takes out of the loss."""
     mask, cu_seqlens, mismatch = micro_batch.loss_mask, micro_batch.cu_seqlens, _old_mismatch(micro_batch)
-    kept = mask & (micro_batch.loss_weights != 0)  # those that are only distilled have no weight
+    kept = mask
     if correction.reject != "none":
         log_weight = log_weights(mismatch, mask, cu_seqlens, level=correction.reject)
         low, high = correction.reject_low or 0.5, correction.reject_high or 2.0
@@ -209,8 +211,10 @@ def settle(
     *,
     aggregation: str,
     max_response_tokens: int,
+    weight: float = 1.0,
 ) -> MicroBatch:
-    """Return the micro-batch with loss weights of the kept tokens only, and with the scale of its correction weights.
+    """Return the micro-batch with loss weights of the kept tokens only, `weight` times those of the aggregation, and
+    with the scale of its correction weights.
 
     `counts` are the kept tokens of all rollouts of the mini-batch, by index, and `global_sums` its `batch_sums`.
     """
@@ -225,7 +229,8 @@ def settle(
     on_each = on_tokens(torch.tensor(per_sequence), micro_batch.cu_seqlens, len(kept))
     # Where every weight is 0 there is nothing to scale.
     scale = weight_count / weight_total if weight_total else 1.0
-    return replace(micro_batch, loss_weights=on_each * kept, mismatch_scale=scale)
+    scales = torch.full_like(on_each, scale, dtype=torch.float64)
+    return replace(micro_batch, loss_weights=weight * on_each * kept, mismatch_scale=scales)
 
 
 def _old_mismatch(micro_batch: MicroBatch) -> Tensor:

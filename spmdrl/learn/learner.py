@@ -16,8 +16,9 @@ from spmdrl.dist.collectives import merge_over
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.coefficients import starting_coefficients
 from spmdrl.learn.correction import exceeded
-from spmdrl.learn.objective import DRIFT, ObjectiveFunction, PolicyObjective, ValueObjective
+from spmdrl.learn.objective import DRIFT, ObjectiveFunction, ValueObjective
 from spmdrl.learn.optim import make_optimizer
+from spmdrl.learn.source_objective import policy_objective
 from spmdrl.model.frozen import Follower
 from spmdrl.model.load import load_critic
 from spmdrl.model.param_groups import patterns_of
@@ -197,14 +198,7 @@ def start_learners(
         POLICY: Learner.start(
             policy,
             optimizers[POLICY],
-            PolicyObjective(
-                cfg.loss,
-                coefficients,
-                cfg.correction,
-                cfg.mismatch,
-                cfg.distill,
-                longest_tokens=plan.max_sequence_tokens,
-            ),
+            policy_objective(cfg, coefficients, longest_tokens=plan.max_sequence_tokens),
             num_updates=plan.num_updates,
             dtype=dtype,
             limits=UpdateGuards.of(cfg, meshes.training),

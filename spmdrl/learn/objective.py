@@ -150,6 +150,7 @@ class Objective:
     # Per-token values [T], to be averaged over other tokens than the loss tokens: those where the second is True, [T].
     elsewhere: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     expert_loads: Tensor | None = None  # [L, E], tokens of each expert
+    per_token: Tensor | None = None  # [T], no grad; the loss of the loss tokens, before it is weighed
 
 
 class ObjectiveFunction(Protocol):
@@ -239,6 +240,7 @@ class PolicyObjective:
             peaks={"update/ratio_max_deviation": (policy.ratio.detach() - 1).abs()},
             worst={"mismatch/max_abs_nats": drift.mismatch},
             expert_loads=outputs.expert_loads,
+            per_token=per_token.detach(),
             weights={
                 "mismatch/effective_fraction": drift.mismatch.double().exp(),
                 **({"correction/effective_fraction": weighed.weights} if weighed.means else {}),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from spmdrl.config import Config, DistillConfig, SftConfig, TuningConfig
 from spmdrl.config.engines import engine_facts
-from spmdrl.config.plan import Plan, needs_old_logprobs
+from spmdrl.config.plan import Plan, takes_old_pass
 from spmdrl.memory.activations import (
     ActivationSettings,
     activation_bytes,
@@ -169,9 +169,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, _engine_in_refit(cfg, plan)))
     during_rollout = {"refit bucket": plan.buckets // 2} if disaggregated else asleep
     yield with_engine(rollout, during_rollout, engine_bytes=_engine_in_rollout(cfg, rank, plan))
-    needs_old = needs_old_logprobs(
-        cfg.loss, cfg.correction, num_updates=rank.run.updates_per_step, penalizes_divergence=cfg.penalizes_divergence
-    )
+    needs_old = takes_old_pass(cfg, num_updates=rank.run.updates_per_step)
     if needs_old or cfg.frozen_models or rank.frozen or rank.critic:
         yield with_engine(_logprobs_phase(cfg, rank, alone), awake, engine_bytes=plan.engine_keeps)
     for phase in training:

@@ -77,9 +77,10 @@ def environment_problems(
             "that no chat template has rendered; put a chat_template.jinja into model.path, or remove "
             "[environment.context]"
         )
-    if cfg.advantage.compares_roles and greeting.role is None:
+    by_role = [one.advantage.estimator for one in cfg.algorithms if one.advantage.compares_roles]
+    if by_role and greeting.role is None:
         yield (
-            f'advantage.estimator = "{cfg.advantage.estimator}" compares each role with its own, but what the '
+            f'advantage.estimator = "{by_role[0]}" compares each role with its own, but what the '
             "environment says first names none; let it return Observation(role=...), or an agent call the model "
             "policy/NAME"
         )

@@ -389,8 +389,9 @@ def _optimizer_problems(cfg: Config | TuningConfig) -> Iterator[str]:
 
 def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     if isinstance(cfg, Config):
-        yield from policy_loss_problems(cfg)
-        yield from advantage_problems(cfg)
+        for one in map(cfg.under, cfg.algorithms):
+            yield from policy_loss_problems(one)
+            yield from advantage_problems(one)
 
 
 def _sink_problems(cfg: Config | TuningConfig) -> Iterator[str]:

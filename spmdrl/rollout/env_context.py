@@ -41,7 +41,7 @@ def open_env_context(
         ),
         run_seed=cfg.run.seed,
         images=images,
-        needs_roles=cfg.advantage.compares_roles,
+        needs_roles=any(one.advantage.compares_roles for one in cfg.algorithms),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from spmdrl.algo.advantage import gae, moments, whiten
 from spmdrl.algo.formula import Estimator
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.losses import fit_sums
-from spmdrl.algo.metrics import ExplainedVariance, Mean, Metrics, merge_all
+from spmdrl.algo.metrics import ExplainedVariance, Mean, Metric, Metrics, merge_all
 from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.config import AdvantageConfig, Config
@@ -30,7 +30,7 @@ from spmdrl.learn.coefficients import KL_IN_REWARD
 from spmdrl.learn.objective import example_micro_batch
 from spmdrl.step.batch import Batch
 from spmdrl.step.rewards import on_turns, rewards_by_turn, turn_columns, turn_rows
-from spmdrl.step.teachers import penalty, rewarded, sampled_metrics
+from spmdrl.step.teachers import penalty, sampled_metrics
 from spmdrl.types import PADDING_INDEX, MicroBatch, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
@@ -47,6 +47,12 @@ class _Penalised:
     divergence: Tensor  # nats, of the policy from the reference; 0 where there is no reference
     penalty: Tensor  # -kl_coef times the divergence
 
+    def owned_by(self, algorithm: int) -> _Penalised:
+        """Return it as the algorithm at this place sees it."""
+        micro_batch = self.micro_batch.owned_by(algorithm)
+        own = micro_batch.loss_mask
+        return _Penalised(micro_batch, *(torch.where(own, x, 0.0) for x in (self.divergence, self.penalty)))
+
     @property
     def token_rewards(self) -> Tensor:
         """[T] float64: the penalty at each loss token, plus each turn's reward at the turn's last one, plus the rest of
@@ -55,6 +61,15 @@ class _Penalised:
         of_turns, earned = rewards_by_turn(micro_batch)
         rest = _rounded(micro_batch.rewards) - earned
         return with_final_rewards(self.penalty, rest, micro_batch.loss_mask, micro_batch.cu_seqlens) + of_turns
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """The advantages of one algorithm's rollouts; 0 for those of others."""
+
+    columns: list[Tensor]  # [T] float64 of each micro-batch
+    of_rollouts: dict[int, float]  # of all of the step, by index
+    metrics: Metrics = field(default_factory=dict)
 
 
 def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float], meshes: Meshes) -> Batch:
@@ -66,11 +81,17 @@ def add_advantages(batch: Batch, cfg: Config, coefficients: Mapping[str, float],
         return batch
     kl_coef = coefficients.get(KL_IN_REWARD, cfg.reward.kl_coef)
     parts = [_penalised(micro_batch, cfg.reward.kl_estimator, kl_coef) for micro_batch in batch.micro_batches]
-    estimator = _estimator(cfg.advantage)
-    estimate = _by_token if estimator.per_token else _by_turn if estimator.per_turn else _by_group
-    columns, of_rollouts, reported = estimate(parts, estimator, cfg, meshes.data)
+    found = [_under(parts, cfg.under(one), place, meshes.data) for place, one in enumerate(cfg.algorithms)]
+    columns, of_rollouts = found[0].columns, found[0].of_rollouts
+    for one in found[1:]:  # 0 wherever another algorithm has its own
+        columns = [column + others for column, others in zip(columns, one.columns, strict=True)]
+        of_rollouts = {index: value + one.of_rollouts[index] for index, value in of_rollouts.items()}
     completed = [_completed(part, column, cfg) for part, column in zip(parts, columns, strict=True)]
-    metrics = [reported, *(_reward_metrics(part, cfg) | sampled_metrics(part.micro_batch) for part in parts)]
+    metrics = [
+        *(one.metrics for one in found),
+        *_source_metrics(completed, cfg),
+        *(_reward_metrics(part, cfg) | sampled_metrics(part.micro_batch) for part in parts),
+    ]
     if cfg.environment is not None:
         metrics += [_turn_metrics(micro_batch) for micro_batch in completed]
     if cfg.has_critic:
@@ -143,6 +164,13 @@ def _estimated(
     return advantages.double(), metrics
 
 
+def _under(parts: list[_Penalised], cfg: Config, place: int, mesh: DeviceMesh) -> _Estimate:
+    """Estimate the advantages of the rollouts whose algorithm is at this place, with `cfg`, the run under it."""
+    estimator = _estimator(cfg.advantage)
+    estimate = _by_token if estimator.per_token else _by_turn if estimator.per_turn else _by_group
+    return estimate([part.owned_by(place) for part in parts], estimator, cfg, place, mesh)
+
+
 def _penalised(micro_batch: MicroBatch, estimator: str, kl_coef: float) -> _Penalised:
     old, reference = micro_batch.old_logprobs, micro_batch.ref_logprobs
     if old is None or reference is None:
@@ -157,61 +185,65 @@ def _rounded(rewards: Tensor) -> Tensor:
     return rewards.float().double()
 
 
-def _by_group(
-    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
-) -> tuple[list[Tensor], dict[int, float], Metrics]:
-    """Advantages [T] float64 of each part, those of all rollouts by index, and metrics: one for each rollout."""
-    rewards, num_tokens, greedy = _of_groups(parts, cfg, mesh)
-    columns = _group_columns(rewards, num_tokens) | {"greedy_rewards": greedy[:, 0]}
-    advantages, reported = _estimated(estimator, cfg.advantage, columns)
-    if cfg.advantage.whitens:
-        advantages = whiten(advantages, moments(advantages, num_tokens))
+def _by_group(parts: list[_Penalised], estimator: Estimator, cfg: Config, place: int, mesh: DeviceMesh) -> _Estimate:
+    """Estimate one advantage for each rollout; of groups that another algorithm has, it is 0."""
+    (rewards, num_tokens, greedy), is_own = _of_groups(parts, cfg, place, mesh)
+    advantages, metrics = torch.zeros_like(rewards), dict[str, Metric]()
+    if is_own.any():
+        rewards, num_tokens, greedy = rewards[is_own], num_tokens[is_own], greedy[is_own]
+        columns = _group_columns(rewards, num_tokens) | {"greedy_rewards": greedy[:, 0]}
+        own, reported = _estimated(estimator, cfg.advantage, columns)
+        advantages[is_own] = whiten(own, moments(own, num_tokens)) if cfg.advantage.whitens else own
+        metrics = {name: Mean.of(torch.as_tensor(values).flatten().tolist()) for name, values in reported.items()}
     with_filling = torch.cat([advantages.flatten(), advantages.new_zeros(1)])  # at PADDING_INDEX, which is -1
     on_tokens_of_parts = [
         on_tokens(with_filling[torch.tensor(m.sequence_index)], m.cu_seqlens, len(m.token_ids))
         for m in (part.micro_batch for part in parts)
     ]
-    metrics: Metrics = {name: Mean.of(torch.as_tensor(values).flatten().tolist()) for name, values in reported.items()}
-    return on_tokens_of_parts, dict(enumerate(advantages.flatten().tolist())), _named(metrics)
+    return _Estimate(on_tokens_of_parts, dict(enumerate(advantages.flatten().tolist())), _named(metrics))
 
 
-def _by_turn(
-    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
-) -> tuple[list[Tensor], dict[int, float], Metrics]:
-    """Advantages [T] float64 of each part, their means over the loss tokens of all rollouts by index, and no metrics:
-    one for each turn."""
-    rewards, _, _ = _of_groups(parts, cfg, mesh)
+def _by_turn(parts: list[_Penalised], estimator: Estimator, cfg: Config, place: int, mesh: DeviceMesh) -> _Estimate:
+    """Estimate one advantage for each turn; there are no metrics."""
+    (rewards, _, _), is_own = _of_groups(parts, cfg, place, mesh)
     rows = _gathered([turn_rows(part.micro_batch) for part in parts], mesh)
-    turn_rollouts, numbers, num_tokens, turn_rewards, turn_states, turn_roles, turn_teams = rows.T.contiguous()
-    columns = {
-        "rewards": rewards,
-        "turn_rewards": turn_rewards,
-        "turn_rollouts": turn_rollouts.long(),
-        "turn_states": turn_states.long(),
-        "turn_roles": turn_roles.long(),
-        "turn_teams": turn_teams.long(),
-    }
-    advantages, _ = _estimated(estimator, cfg.advantage, columns)
-    if cfg.advantage.whitens:
-        advantages = whiten(advantages, moments(advantages, num_tokens))
-    keys = zip(turn_rollouts.long().tolist(), numbers.long().tolist(), strict=True)
-    of_turns = dict(zip(keys, advantages.tolist(), strict=True))
+    of_turns: dict[tuple[int, int], float] = {}
+    if is_own.any():
+        group_size = cfg.rollout.group_size
+        rows = rows[is_own[rows[:, 0].long() // group_size]]
+        turn_rollouts, numbers, num_tokens, turn_rewards, turn_states, turn_roles, turn_teams = rows.T.contiguous()
+        index = turn_rollouts.long()
+        columns = {
+            "rewards": rewards[is_own],
+            "turn_rewards": turn_rewards,
+            "turn_rollouts": (is_own.cumsum(0) - 1)[index // group_size] * group_size + index % group_size,
+            "turn_states": turn_states.long(),
+            "turn_roles": turn_roles.long(),
+            "turn_teams": turn_teams.long(),
+        }
+        advantages, _ = _estimated(estimator, cfg.advantage, columns)
+        if cfg.advantage.whitens:
+            advantages = whiten(advantages, moments(advantages, num_tokens))
+        keys = zip(index.tolist(), numbers.long().tolist(), strict=True)
+        of_turns = dict(zip(keys, advantages.tolist(), strict=True))
     on_tokens_of_parts = [on_turns(part.micro_batch, of_turns) for part in parts]
-    return on_tokens_of_parts, _means(parts, on_tokens_of_parts, mesh), {}
+    return _Estimate(on_tokens_of_parts, _means(parts, on_tokens_of_parts, mesh))
 
 
 def _group_columns(rewards: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
     return {"rewards": rewards, "num_tokens": num_tokens}
 
 
-def _of_groups(parts: list[_Penalised], cfg: Config, mesh: DeviceMesh) -> Tensor:
-    """[3, P, G] float64, of all rollouts: reward with its penalties, loss tokens, the greedy reward."""
+def _of_groups(parts: list[_Penalised], cfg: Config, place: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """[3, P, G] float64, of all rollouts: reward with its penalties, loss tokens, the greedy reward; and [P] bool, the
+    groups whose algorithm is at this place."""
     rows = _gathered([_reward_rows(part, cfg) for part in parts], mesh)
-    index, part_number, rewards, penalties, num_tokens, greedy = rows.T.contiguous()
+    index, part_number, rewards, penalties, num_tokens, greedy, algorithm = rows.T.contiguous()
     offsets = _offsets(index, part_number)
     firsts = offsets[:-1]
     columns = [rewards[firsts] + sequence_sums(penalties, offsets), sequence_sums(num_tokens, offsets), greedy[firsts]]
-    return torch.stack(columns).view(3, -1, cfg.rollout.group_size)
+    group_size = cfg.rollout.group_size
+    return torch.stack(columns).view(3, -1, group_size), algorithm[firsts].view(-1, group_size)[:, 0] == place
 
 
 def _offsets(index: Tensor, part_number: Tensor) -> Tensor:
@@ -226,7 +258,8 @@ def _offsets(index: Tensor, part_number: Tensor) -> Tensor:
 
 
 def _reward_rows(part: _Penalised, cfg: Config) -> Tensor:
-    """[S, 6] float64: place in the step's order, reward, its penalties, loss tokens, the greedy reward."""
+    """[S, 7] float64: place in the step's order, reward, its penalties, loss tokens, the greedy reward, place of the
+    algorithm."""
     micro_batch, first_tokens = part.micro_batch, part.micro_batch.cu_seqlens[:-1].long()
     rewards = micro_batch.rewards[first_tokens]
     penalties = sequence_sums(part.penalty, micro_batch.cu_seqlens)
@@ -236,26 +269,25 @@ def _reward_rows(part: _Penalised, cfg: Config) -> Tensor:
         penalties,
         num_tokens,
         micro_batch.baseline_rewards[first_tokens],
+        torch.tensor(micro_batch.sequence_algorithm, dtype=torch.float64),
     ]
     return torch.cat([_places(micro_batch), torch.stack(columns, dim=1)], dim=1)
 
 
-def _by_token(
-    parts: list[_Penalised], estimator: Estimator, cfg: Config, mesh: DeviceMesh
-) -> tuple[list[Tensor], dict[int, float], Metrics]:
-    """Advantages [T] float64 of each part, their means over the loss tokens of all rollouts by index, and metrics."""
+def _by_token(parts: list[_Penalised], estimator: Estimator, cfg: Config, place: int, mesh: DeviceMesh) -> _Estimate:
+    """Estimate an advantage for each token; those of rollouts are the means over their loss tokens."""
     with raise_on_all_ranks(mesh) if cfg.advantage.is_custom else nullcontext():
         estimated = [_estimated(estimator, cfg.advantage, _token_columns(part)) for part in parts]
-    advantages = [column for column, _ in estimated]
     masks = [part.micro_batch.loss_mask for part in parts]
+    advantages = [torch.where(mask, column, 0.0) for mask, (column, _) in zip(masks, estimated, strict=True)]
     if cfg.advantage.whitens:
         sums = sum_over(mesh, sum(map(moments, advantages, masks), torch.zeros(3, dtype=torch.float64)))
-        advantages = [whiten(column, sums) for column in advantages]
+        advantages = [torch.where(mask, whiten(x, sums), 0.0) for mask, x in zip(masks, advantages, strict=True)]
     metrics: list[Metrics] = [
         {name: Mean.of(values[mask].tolist()) for name, values in reported.items()}
         for mask, (_, reported) in zip(masks, estimated, strict=True)
     ]
-    return advantages, _means(parts, advantages, mesh), _named(merge_all(metrics))
+    return _Estimate(advantages, _means(parts, advantages, mesh), _named(merge_all(metrics)))
 
 
 def _token_columns(part: _Penalised) -> dict[str, Tensor]:
@@ -305,7 +337,7 @@ def _completed(part: _Penalised, advantages: Tensor, cfg: Config) -> MicroBatch:
     micro_batch = part.micro_batch
     mask = micro_batch.loss_mask
     if cfg.distill is not None:
-        advantages = torch.where(rewarded(micro_batch, cfg.distill), advantages, 0.0) - penalty(micro_batch)
+        advantages = advantages - penalty(micro_batch)
     columns = {"advantages": torch.where(mask, advantages, 0.0).float()}
     if cfg.has_critic:
         assert micro_batch.values is not None, "the critic has not been run"
@@ -320,6 +352,16 @@ def _reward_metrics(part: _Penalised, cfg: Config) -> Metrics:
     if cfg.reward.kl_coef == 0 or not num_tokens:
         return {}
     return {f"reward/{cfg.reward.kl_estimator}_ref_nats": Mean(float(part.divergence.sum()), num_tokens)}
+
+
+def _source_metrics(micro_batches: list[MicroBatch], cfg: Config) -> Iterator[Metrics]:
+    """Yield the mean size of the advantages of each algorithm's loss tokens, where there are several."""
+    algorithms = cfg.algorithms
+    for place, one in enumerate(algorithms if len(algorithms) > 1 else ()):
+        for micro_batch in micro_batches:
+            assert micro_batch.advantages is not None
+            size = micro_batch.advantages[micro_batch.owned_by(place).loss_mask].abs().double()
+            yield {f"advantage/size_{one.name}": Mean(float(size.sum()), float(len(size)))}
 
 
 def _turn_metrics(micro_batch: MicroBatch) -> Metrics:

@@ -13,7 +13,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from spmdrl.algo.losses import token_weights
 from spmdrl.algo.metrics import Mean, Metrics, Total, merge_all
 from spmdrl.algo.packing import fill_fraction, idle_fraction, imbalance, padding_tokens
 from spmdrl.algo.prefix_tree import compared_tokens, prefix_tree
-from spmdrl.config import DistillConfig
+from spmdrl.config import Algorithm, DistillConfig
 from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos, with_block_hashes
@@ -48,6 +50,7 @@ from spmdrl.types import (
 )
 
 T = TypeVar("T")
+NO_ALGORITHMS: Mapping[str, int] = MappingProxyType({})  # of data sources: all rollouts have the run's
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,18 @@ def to_sequences(
     *,
     turn_weight: float = 0.0,
     needs_routes: bool = False,
+    algorithms: Mapping[str, int] = NO_ALGORITHMS,
 ) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
     `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `label` gives
-    the place of a prompt's teacher, and what that reads. Sequences have routes where they are needed. Raises
-    TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one, and UserError
-    when routes are missing.
+    the place of a prompt's teacher, and what that reads, and `algorithms` that of its algorithm, by its task; others
+    have the first. Sequences have routes where they are needed. Raises TrainingDiverged on all ranks when an engine has
+    reported a log-probability that is not finite to one, and UserError when routes are missing.
     """
     with raise_on_all_ranks(mesh):
         return [
-            sequence
+            replace(sequence, algorithm=algorithms.get(one.rollout.prompt.task, 0))
             for one in rewarded
             for sequence in _sequences_of(one, turn_weight, needs_routes, *label(one.rollout.prompt))
         ]
@@ -159,6 +163,7 @@ def build_batch(
     aggregation: str,
     environment_coef: float = 0.0,
     distill: DistillConfig | None = None,
+    others: SequenceOf[Algorithm] = (),
 ) -> Batch:
     """Give every rank the micro-batches of its share of each mini-batch.
 
@@ -167,7 +172,11 @@ def build_batch(
     correction rejects tokens. A step may have fewer prompt groups than planned: they are divided into mini-batches as
     evenly as whole groups can be. With an `environment_coef`, what environments said has weights of its own, and with
     `distill` so have the tokens that teachers teach.
+
+    These are about the sequences of the run's algorithm, and `others` are the algorithms of the rest; the tokens of
+    each are counted by themselves.
     """
+    weightings = [_Weighting(aggregation, environment_coef), *map(_Weighting.of, others)]
     place, multiple = meshes.data.get_local_rank(), meshes.model.cp.size()
     infos = gather_infos(sequences, meshes.training)
     if plan.shares_prefixes:
@@ -187,15 +196,12 @@ def build_batch(
         if not everything:
             mini_batches.append([])
             continue
-        left_out = distill.unrewarded if distill is not None and distill.over_vocabulary else ()
-        weights = _loss_weights([info for info in everything if info.teacher not in left_out], plan, aggregation)
-        environment = environment_coef / max(1, sum(info.num_read_tokens for info in everything))
-        others: dict[str, Any] = {"environment_weight": environment, "distill": _distill_weights(everything, distill)}
+        weights, more = _weights(everything, plan, weightings, distill)
         in_bins = [[mine[info.place] for unit in in_bin for info in unit.infos] for in_bin in one.bins[place]]
         shares_prefixes = one.shares_prefixes
         mini_batches.append(
             [
-                lay_end_to_end(in_bin, weights, multiple=multiple, shares_prefixes=shares_prefixes, **others)
+                lay_end_to_end(in_bin, weights, multiple=multiple, shares_prefixes=shares_prefixes, **more)
                 for in_bin in in_bins
             ]
         )
@@ -215,8 +221,39 @@ def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceIn
     return [list(itertools.chain(*rollouts[start:end])) for start, end in itertools.pairwise(edges)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Weighting:
+    """What the tokens of an algorithm's sequences count."""
+
+    aggregation: str
+    environment_coef: float
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> _Weighting:
+        return cls(**algorithm.loss.weighting, weight=algorithm.weight)
+
+
+def _weights(
+    infos: list[SequenceInfo], plan: Plan, weightings: list[_Weighting], distill: DistillConfig | None
+) -> tuple[dict[int, float], dict[str, Any]]:
+    """The weight of one loss token of each rollout in the mini-batch's loss, by the rollout's index, and the other
+    weights that `lay_end_to_end` takes."""
+    loss: dict[int, float] = {}
+    environment: dict[int, float] = {}
+    taught: dict[tuple[int, int], float] = {}
+    for place, one in enumerate(weightings):
+        own = [info for info in infos if info.algorithm == place]
+        loss |= {index: one.weight * weight for index, weight in _loss_weights(own, plan, one.aggregation).items()}
+        num_read = sum(info.num_read_tokens for info in own)
+        environment[place] = one.weight * one.environment_coef / max(1, num_read)
+        if distill is not None:
+            weights = _distill_weights(own, distill)
+            taught |= {(place, teacher): one.weight * weight for teacher, weight in weights.items()}
+    return loss, {"environment": environment, "distill": None if distill is None else taught}
+
+
 def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> dict[int, float]:
-    """The weight of one loss token of each rollout in the mini-batch's loss, by the rollout's index."""
     counts: Counter[int] = Counter()
     for info in infos:
         counts[info.index] += info.num_loss_tokens
@@ -230,10 +267,8 @@ def _loss_weights(infos: list[SequenceInfo], plan: Plan, aggregation: str) -> di
     return dict(zip(counts, weights, strict=True))
 
 
-def _distill_weights(infos: list[SequenceInfo], distill: DistillConfig | None) -> dict[int, float] | None:
+def _distill_weights(infos: list[SequenceInfo], distill: DistillConfig) -> dict[int, float]:
     """The weight of the divergence of one loss token in the mini-batch, by its teacher's place."""
-    if distill is None:
-        return None
     counts: Counter[int] = Counter()
     for info in infos:
         counts[info.teacher] += info.num_loss_tokens if distill.over_vocabulary else 0
@@ -250,12 +285,12 @@ def lay_end_to_end(
     *,
     multiple: int = 1,
     shares_prefixes: bool = False,
-    environment_weight: float = 0.0,
-    distill: Mapping[int, float] | None = None,
+    environment: Mapping[int, float] = MappingProxyType({}),
+    distill: Mapping[tuple[int, int], float] | None = None,
 ) -> MicroBatch:
     """Make one micro-batch of these sequences; `weights` are those of their loss tokens, by rollout index, and
-    `environment_weight` that of each token in their `observation_spans`; `distill` are those of the divergence of loss
-    tokens, by teacher.
+    `environment` that of each token in their `observation_spans`, by algorithm; `distill` are those of the divergence
+    of loss tokens, by algorithm and teacher.
 
     With `shares_prefixes` it has a tree, where any of them begin alike. One more sequence, which is not trained on,
     fills it up to a multiple of `multiple` tokens that are computed. Without any sequence the micro-batch is all
@@ -284,7 +319,7 @@ def lay_end_to_end(
         return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
     if distill is not None:
-        by_teacher = [distill.get(sequence.teacher, 0.0) for sequence in sequences]
+        by_teacher = [distill.get((sequence.algorithm, sequence.teacher), 0.0) for sequence in sequences]
         distill_weights = per_token(by_teacher, torch.float32) * loss_mask
     weight_of_each = [weights.get(sequence.index, 0.0) for sequence in sequences]
     return MicroBatch(
@@ -303,11 +338,12 @@ def lay_end_to_end(
         images=tuple(
             image.moved(start) for sequence, start in zip(sequences, starts, strict=False) for image in sequence.images
         ),
-        environment_weights=torch.cat([_on_read_tokens(sequence, environment_weight) for sequence in sequences])
-        if environment_weight
+        environment_weights=torch.cat([_on_read_tokens(one, environment.get(one.algorithm, 0.0)) for one in sequences])
+        if any(environment.values())
         else None,
         distill_weights=None if distill is None else distill_weights,
         sequence_teacher=tuple(sequence.teacher for sequence in sequences),
+        sequence_algorithm=tuple(sequence.algorithm for sequence in sequences),
         hints=tuple(sequence.hint for sequence in sequences),
         routes=_laid_out_routes(sequences),
         tree=tree,

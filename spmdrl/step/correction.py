@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen
 from spmdrl.algo.seeds import mix
 from spmdrl.algo.segments import on_tokens
-from spmdrl.config import Config, LossConfig
+from spmdrl.config import Algorithm, Config, LossConfig
 from spmdrl.config.plan import needs_global_stats
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
@@ -23,22 +25,32 @@ from spmdrl.types import MicroBatch, MiniBatch
 # The tokens that `clip_cov` and `kl_cov` treat apart, chosen over whole mini-batches: see `algo/losses.py`.
 
 
-def select_by_covariance(batch: Batch, cfg: LossConfig, meshes: Meshes, *, seed: int) -> Batch:
-    """Add `chosen`, where the loss has a use for it. Every rank that trains must call this.
+def select_by_covariance(batch: Batch, losses: Sequence[LossConfig], meshes: Meshes, *, seed: int) -> Batch:
+    """Add `chosen`, where one of the losses, one for each algorithm, has a use for it. Every rank that trains must call
+    this.
 
     Tokens that a correction has rejected are neither counted nor chosen. With the step's `seed` the choice is the same
     however the step is cut into micro-batches.
     """
-    if not cfg.choice:
-        return batch
-    chosen = [
-        _with_choice(mini_batch, cfg, meshes.data, seed=mix(seed, number)) if mini_batch else mini_batch
-        for number, mini_batch in enumerate(batch.mini_batches)
-    ]
-    return batch.with_micro_batches(micro_batch for mini_batch in chosen for micro_batch in mini_batch)
+    for place, cfg in enumerate(losses):
+        if not cfg.choice:
+            continue
+        chosen = [
+            _with_choice([one.owned_by(place) for one in mini_batch], cfg, meshes.data, seed=mix(seed, number))
+            if mini_batch
+            else []
+            for number, mini_batch in enumerate(batch.mini_batches)
+        ]
+        both = zip(batch.micro_batches, itertools.chain.from_iterable(chosen), strict=True)
+        batch = batch.with_micro_batches(
+            micro_batch.with_columns({"chosen": column if micro_batch.chosen is None else micro_batch.chosen | column})
+            for micro_batch, column in both
+        )
+    return batch
 
 
-def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, seed: int) -> MiniBatch:
+def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, seed: int) -> list[Tensor]:
+    """Return the choice among a mini-batch's tokens, [T] bool of each micro-batch."""
     assert cfg.formula is not None and cfg.formula.prioritise is not None
     settings = cfg.choice
     fraction = settings.pop("cov_fraction")
@@ -58,10 +70,7 @@ def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, se
     chosen = chosen_tokens(priorities, float(highest(candidates, count)[-1])) if count else priorities > 0
     masks = [_counted(micro_batch) for micro_batch in mini_batch]
     parts = chosen.split([int(mask.sum()) for mask in masks])
-    return [
-        micro_batch.with_columns({"chosen": torch.zeros_like(mask).masked_scatter(mask, part)})
-        for micro_batch, mask, part in zip(mini_batch, masks, parts, strict=True)
-    ]
+    return [torch.zeros_like(mask).masked_scatter(mask, part) for mask, part in zip(masks, parts, strict=True)]
 
 
 def _counted(micro_batch: MicroBatch) -> Tensor:
@@ -87,35 +96,51 @@ def _counted_columns(micro_batch: MicroBatch, seed: int) -> tuple[Tensor, Tensor
 def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
     """Take rejected tokens out of the loss and its denominator, and scale weights to the mean 1, over the global batch.
 
-    Every rank that trains must call this. Each mini-batch is a global batch of its own, as it is for the loss. A batch
-    whose correction needs single sequences only is returned as it is.
+    Every rank that trains must call this. Each mini-batch is a global batch of its own, as it is for the loss, and so
+    are in it the sequences of each algorithm. A batch whose corrections need single sequences only is returned as it
+    is.
     """
-    correction = cfg.correction
-    if not needs_global_stats(correction):
-        return batch
-    accepted = [
-        [kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in batch.mini_batches
-    ]
-    pairs = [list(zip(*both, strict=True)) for both in zip(batch.mini_batches, accepted, strict=True)]
+    for place, algorithm in enumerate(cfg.algorithms):
+        if needs_global_stats(algorithm.correction):
+            longest = cfg.rollout.max_response_tokens
+            settled = _corrected(batch, place, algorithm, meshes.data, max_response_tokens=longest)
+            batch = batch.with_micro_batches(map(_joined, batch.micro_batches, settled))
+    return batch
+
+
+def _joined(micro_batch: MicroBatch, settled: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with what was settled for the loss tokens of one algorithm."""
+    scale = torch.ones_like(settled.rewards) if micro_batch.mismatch_scale is None else micro_batch.mismatch_scale
+    before = {"loss_weights": micro_batch.loss_weights, "mismatch_scale": scale}
+    own = settled.loss_mask
+    columns = settled.columns
+    return micro_batch.with_columns({name: torch.where(own, columns[name], x) for name, x in before.items()})
+
+
+def _corrected(
+    batch: Batch, place: int, algorithm: Algorithm, mesh: DeviceMesh, *, max_response_tokens: int
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches as the algorithm sees them, settled."""
+    correction = algorithm.correction
+    seen = [[one.owned_by(place) for one in mini_batch] for mini_batch in batch.mini_batches]
+    accepted = [[kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in seen]
+    pairs = [list(zip(*both, strict=True)) for both in zip(seen, accepted, strict=True)]
     local = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for sums, of_mini_batch in zip(local, pairs, strict=True):
         for micro_batch, mask in of_mini_batch:
             sums += batch_sums(micro_batch, mask, correction)
-    counts = _counts_by_rollout(pairs, meshes.data)
-    return batch.with_micro_batches(
-        settle(
-            micro_batch,
-            mask,
-            of_rollouts,
-            global_sums,
-            aggregation=cfg.loss.aggregation,
-            max_response_tokens=cfg.rollout.max_response_tokens,
-        )
-        for of_rollouts, global_sums, of_mini_batch in zip(
-            counts, sum_over(meshes.data, local).tolist(), pairs, strict=True
-        )
-        for micro_batch, mask in of_mini_batch
-    )
+    counts = _counts_by_rollout(pairs, mesh)
+    for of_rollouts, global_sums, of_mini_batch in zip(counts, sum_over(mesh, local).tolist(), pairs, strict=True):
+        for micro_batch, mask in of_mini_batch:
+            yield settle(
+                micro_batch,
+                mask,
+                of_rollouts,
+                global_sums,
+                aggregation=algorithm.loss.aggregation,
+                max_response_tokens=max_response_tokens,
+                weight=algorithm.weight,
+            )
 
 
 def _counts_by_rollout(pairs: list[list[tuple[MicroBatch, Tensor]]], mesh: DeviceMesh) -> list[Counter[int]]:

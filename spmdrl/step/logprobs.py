@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config
-from spmdrl.config.plan import needs_old_logprobs
+from spmdrl.config.plan import takes_old_pass
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import CRITIC, POLICY, Learner
@@ -28,16 +28,14 @@ Forward = Callable[[MicroBatch], Tensor]
 def add_logprobs(
     batch: Batch, learners: Mapping[str, Learner], frozen: FrozenModels, cfg: Config, meshes: Meshes
 ) -> Batch:
-    """Add `old_logprobs` where something needs them before the updates (`config.plan.needs_old_logprobs`) or they are
+    """Add `old_logprobs` where something needs them before the updates (`config.plan.takes_old_pass`) or they are
     the engine's, `ref_logprobs` where there is a reference, what teachers say, and `values` where there is a critic.
     Every rank that trains must call this.
 
     With one mini-batch the policy has not moved in this step before its only update, so the ratio needs no pass. Where
     older weights sampled the beginning of a rollout, the difference is part of the mismatch, not of the ratio.
     """
-    needs_pass = needs_old_logprobs(
-        cfg.loss, cfg.correction, num_updates=len(batch.mini_batches), penalizes_divergence=cfg.penalizes_divergence
-    )
+    needs_pass = takes_old_pass(cfg, num_updates=len(batch.mini_batches))
     routes: list[Tensor] | None = [] if cfg.correction.router_replay == "R2" else None
     forwards: dict[str, Forward] = {}
     if cfg.correction.old == "rollout":

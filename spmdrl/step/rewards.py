@@ -170,14 +170,16 @@ def shape_rewards(
     shaped = [(rollout, _with_overlong_penalty(rollout, outcome, cfg)) for rollout, outcome in ordered]
     baselines = {rollout.prompt.prompt_id: outcome for rollout, outcome in shaped if rollout.is_baseline}
     shaped = [(rollout, outcome) for rollout, outcome in shaped if not rollout.is_baseline]
-    normalized = _normalized([outcome for _, outcome in shaped], cfg) if cfg.advantage.formula.per_term else None
+    algorithms, places = cfg.algorithms, cfg.algorithm_places
+    per_term = [algorithms[places.get(r.prompt.task, 0)].advantage.formula.per_term for r, _ in shaped]
+    normalized = _normalized([outcome for _, outcome in shaped], cfg) if any(per_term) else None
     return [
         RewardedRollout(
             index=index_of(rollout),
             rollout=rollout,
             outcome=outcome,
             baseline=baselines.get(rollout.prompt.prompt_id),
-            normalized=None if normalized is None else normalized[place],
+            normalized=normalized[place] if normalized is not None and per_term[place] else None,
         )
         for place, (rollout, outcome) in enumerate(shaped)
     ]

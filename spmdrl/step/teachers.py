@@ -126,13 +126,6 @@ def _sum(micro_batch: MicroBatch, parts: Iterable[Tensor | None]) -> Tensor:
     return sum((part for part in parts if part is not None), torch.zeros(len(micro_batch.token_ids)))
 
 
-def rewarded(micro_batch: MicroBatch, distill: DistillConfig | None) -> Tensor:
-    """[T] bool: the tokens of sequences that are trained on their rewards."""
-    left_out = distill.unrewarded if distill is not None else ()
-    is_rewarded = torch.tensor([teacher not in left_out for teacher in micro_batch.sequence_teacher])
-    return is_rewarded.repeat_interleave(torch.tensor(micro_batch.seqlens))
-
-
 def penalty(micro_batch: MicroBatch) -> Tensor:
     """[T] float64: log p - log teacher of each sampled token times its weight, with p of the policy before the updates.
 

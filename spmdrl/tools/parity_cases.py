@@ -78,7 +78,7 @@ class Reinforcement:
             forwards["old_logprobs"] = lambda m: policy(m).logprobs
         if reference is not None:
             forwards["ref_logprobs"] = lambda m: reference(m).logprobs
-        return select_by_covariance(add_columns(batch, forwards, meshes.training), self.loss, meshes, seed=0)
+        return select_by_covariance(add_columns(batch, forwards, meshes.training), [self.loss], meshes, seed=0)
 
 
 class Imitation:

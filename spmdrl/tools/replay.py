@@ -106,7 +106,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     batch = add_logprobs(batch, learners, frozen, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
-    batch = select_by_covariance(batch, cfg.loss, meshes, seed=mix(cfg.run.seed, step))
+    batch = select_by_covariance(batch, cfg.losses, meshes, seed=mix(cfg.run.seed, step))
     with frozen.teaching():
         updates = [update(learner, batch.mini_batches, meshes, step=step) for learner in learners.values()]
     return gather_objects(meshes.training, hooks.take(batch.mini_batches, merge_all(updates)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from spmdrl import sft
+from spmdrl.tools import replay
 from spmdrl.tools.tiny_model import save_tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
@@ -102,3 +105,37 @@ def test_copies_that_follow_the_policy_are_saved_with_it(folder: Path, distilled
     launch(folder, 2, "run.name=follows", "run.num_steps=3", *overrides)
     assert steady_rows(folder / "runs/follows") == steady_rows(folder / "runs/following")
     assert_same_weights(folder / "runs/follows", folder / "runs/following")
+
+
+@pytest.fixture(scope="module")
+def mixed(folder: Path) -> Path:
+    """The listing of the page as a run of 2 steps, whose rollouts are kept."""
+    save_tiny_model(folder / "teacher", num_layers=3, spare_tokens=1, seed=5)
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text(encoding="utf-8")
+    (listing,) = re.findall(r"^```toml\n([^`]*?task = \"mathematics\".*?)^```", page, re.DOTALL | re.MULTILINE)
+    tables = tomllib.loads(listing)
+    for source in tables["data"]["sources"]:
+        letter, source["path"] = source["task"][0], f"{folder}/{source['path']}"
+        asked = [{"prompt": f"{letter} {a} + {b} =", "answer": f"{a + b}"} for a in range(8) for b in range(8)]
+        Path(source["path"]).write_text("".join(json.dumps(row) + "\n" for row in asked))
+    tables["models"]["writer"]["path"] = f"{folder}/teacher"
+    run = {"num_steps": 2, "deterministic": True}
+    write_config(folder, eval=None, optim={"lr": 1e-3}, run=run, checkpoint={"every": 1}, **tables)
+    launch(folder, 2, "run.name=mixed", "debug.save_rollouts=1")
+    return folder / "runs/mixed"
+
+
+def test_mathematics_is_rewarded_and_style_distilled(mixed: Path) -> None:
+    first, second = rows(mixed)
+    assert all(row["advantage/size_others"] > 0.0 == row["advantage/size_style"] for row in (first, second))
+    assert second["distill/reverse_nats"] < first["distill/reverse_nats"]
+    assert {"loss/mean_others", "loss/mean_style", "reward/mean_style", "reward/mean_mathematics"} <= first.keys()
+    assert set(run_ranks(2, replay.main, [str(mixed), "--step", "2"], timeout_s=100.0)) == {0}
+
+
+@pytest.mark.slow
+def test_a_run_of_several_algorithms_goes_on_bitwise(folder: Path, mixed: Path) -> None:
+    for steps in (1, 2):
+        launch(folder, 2, "run.name=goes_on", "debug.save_rollouts=1", f"run.num_steps={steps}")
+    assert steady_rows(folder / "runs/goes_on") == steady_rows(mixed)
+    assert_same_weights(folder / "runs/goes_on", mixed)

@@ -329,9 +329,11 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
         batch = completed(batch, meshes)
         for case in LOSSES:
             cfg = groups_config(loss=case).loss
-            chosen = select_by_covariance(batch, cfg, meshes, seed=SEED).micro_batches
+            chosen = select_by_covariance(batch, [cfg], meshes, seed=SEED).micro_batches
             rejected, absent = (
-                select_by_covariance(batch.with_micro_batches(map(leave, batch.micro_batches)), cfg, meshes, seed=SEED)
+                select_by_covariance(
+                    batch.with_micro_batches(map(leave, batch.micro_batches)), [cfg], meshes, seed=SEED
+                )
                 for leave in (with_rejections, with_absences)
             )
             assert all(

@@ -47,7 +47,7 @@ def _cuts(numbers_of_groups: list[int]) -> list[tuple[list[list[int]], dict[str,
                 cfg = groups_config(loss={"kind": "kl_cov", "updates_per_step": 2}, correction={"reject": "token"})
                 batch = add_logprobs(batch, {"policy": idle}, NO_FROZEN_MODELS, cfg, meshes)
                 batch = correct(add_advantages(batch, cfg, {}, meshes), cfg, meshes)
-                batch = select_by_covariance(batch, cfg.loss, meshes, seed=0)
+                batch = select_by_covariance(batch, cfg.losses, meshes, seed=0)
                 assert update(idle, batch.mini_batches, meshes, step=2) == {}
         return cuts
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import DistillConfig, LoraConfig, OptimConfig, OtherModelConfig, ParallelConfig
+from spmdrl.config import (
+    AdvantageConfig,
+    Algorithm,
+    CorrectionConfig,
+    DistillConfig,
+    LoraConfig,
+    OptimConfig,
+    OtherModelConfig,
+    ParallelConfig,
+)
 from spmdrl.config.plan import Plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
@@ -89,7 +98,8 @@ def _distilled(
     plan: Plan = plan_for(SEQUENCES, world.num_ranks, **changes.get("plan", {}))
     mine = dealt(sequences, world.rank, world.num_ranks, "like cards")
     coef = changes.get("environment_coef", 0.0)
-    batch = build_batch(mine, plan, meshes, aggregation="token_mean", environment_coef=coef, distill=distill)
+    weighting = {"aggregation": changes.get("aggregation", "token_mean"), "others": changes.get("others", ())}
+    batch = build_batch(mine, plan, meshes, environment_coef=coef, distill=distill, **weighting)
     advantages = (
         (lambda one: one.rewards.float()) if changes.get("rewarded") else lambda one: torch.zeros(len(one.rewards))
     )
@@ -241,21 +251,26 @@ def test_a_teacher_that_sees_hints_reads_them_in_place_of_the_prompts(folder: Pa
     assert all(torch.equal(found[1][0][name], found[2][0][name]) for name in start)
 
 
-def test_some_sources_are_rewarded_and_others_distilled(folder: Path) -> None:
-    style = {"model": "big", "tasks": ["b"], "rewarded": False}
-    table = {"teachers": [{"model": "wide", "tasks": ["a"], "weight": 1e-9}, style], "divergence": "reverse"}
+def test_sources_with_an_algorithm_are_distilled_by_themselves(folder: Path) -> None:
+    """One teacher of two sources: each has denominators of its own, for rewards and divergences."""
+    sources = [dataclasses.replace(one, algorithm=number % 2) for number, one in enumerate(_sequences())]
     alone = [
-        dataclasses.replace(one, loss_mask=(False,) * len(one.token_ids)) if one.teacher else one
-        for one in _sequences()
+        [
+            dataclasses.replace(one, algorithm=0, loss_mask=tuple(x and one.algorithm == place for x in one.loss_mask))
+            for one in sources
+        ]
+        for place in range(2)
     ]
+    style = Algorithm(AdvantageConfig(), loss_config(aggregation="constant"), CorrectionConfig(), "style", weight=0.5)
+    table = {**ONE, "divergence": "reverse", "coef": 0.7}
     cases: list[Case] = [
-        (table, {}, {"rewarded": True, "only": [1]}),
-        (table, {}, {"only": [1]}),
-        (table, {}, {"rewarded": True, "only": [], "sequences": alone}),
+        (table, {}, {"rewarded": True, "sequences": sources, "others": [style]}),
+        (table, {}, {"rewarded": True, "sequences": alone[0]}),
+        (table, {}, {"rewarded": True, "sequences": alone[1], "aggregation": "constant"}),
     ]
-    ((both, _), (distilled, _), (rewarded, _)) = run_ranks(1, _distil_each, folder, cases)[0]
+    ((both, _), (first, _), (second, _)) = run_ranks(1, _distil_each, folder, cases)[0]
     start = initial(str(folder / "student"))
-    summed = {name: distilled[name] + rewarded[name] - start[name] for name in start}
+    summed = {name: first[name] + 0.5 * (second[name] - start[name]) for name in start}
     assert_same_change(both, summed, start, 1e-5)
 
 

@@ -429,8 +429,19 @@ TOOLS = "environment.source={{kind='tools',tools=[{}]}}"
 CLASS = "environment.source={kind='class',name='a.py:A'}"
 NONE = "advantage.estimator=none"
 JUDGE = 'kind="judge",url="http://localhost/v1",model="m"'
+SOURCE = 'data.sources=[{{kind="jsonl",path="a.jsonl",algorithm={{{}}}}}]'
+OTHER_SOURCE = 'data.sources=[{kind="jsonl",path="a"},{kind="jsonl",path="b",algorithm={weight=2.0}}]'
 DISTILL = ('models={t={path="t"}}', "distill.teacher=t")
 BROKEN: dict[str, tuple[str, ...]] = {
+    "settings_of_sources_are_in_order": (SOURCE.format('loss={clip_hi=0.3,updates_per_step=2},advantage={k="4"}'),),
+    "a_task_has_one_algorithm": (OTHER_SOURCE,),
+    "held_out_sources_have_no_algorithm": (f"eval={{num_prompts=2,{SOURCE.removeprefix('data.').format('')}}}",),
+    "what_is_sampled_or_valued_is_for_all": (SOURCE.format('advantage={estimator="gae"}'),),
+    "one_coefficient_follows_the_entropy": (
+        SOURCE.format("loss={entropy_coef=0.1}"),
+        "loss.entropy_target_nats=0.3",
+    ),
+    "sources_keep_the_rules_of_a_run": (SOURCE.format('loss={kind="gspo"},advantage={estimator="none"}'),),
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
     "top_tokens_belong_to_the_vocabulary": (*DISTILL, "distill.top_k=8", "distill.divergence=sampled_kl"),
     "there_is_a_teacher": (*DISTILL, 'distill.teachers=[{model="t"}]'),
@@ -442,7 +453,6 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "hint_settings_need_a_hint": (*DISTILL, "distill.max_hint_tokens=7"),
     "the_policy_learns_nothing_from_itself": ('models={t={weights="policy"}}', "distill.teacher=t"),
     "hints_take_the_place_of_prompts": (*DISTILL, "distill.hint_column=hint", "parallel.cp=2"),
-    "rewards_can_be_left_out": ('models={t={path="t"}}', 'distill.teachers=[{model="t",rewarded=false}]', NONE),
     "teachers_have_tasks_of_the_data": ('models={t={path="t"}}', 'distill.teachers=[{model="t",tasks=["x"]}]'),
     "sequence_losses_need_whole_divergences": (*DISTILL, "loss.kind=gspo", "distill.divergence=sampled_kl"),
     "distilled_groups_are_not_dropped": (*DISTILL, "rollout.dynamic_sampling=true"),

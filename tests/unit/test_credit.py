@@ -135,7 +135,7 @@ def test_what_environments_say_has_a_loss_of_its_own_and_all_else_no_gradient() 
     weights = {s.index: 0.01 for s in sequences}
     plain = lay_end_to_end(sequences, weights, multiple=7)
     assert plain.environment_weights is None and torch.equal(plain.predicted, plain.loss_mask)
-    echo = lay_end_to_end(sequences, weights, multiple=7, environment_weight=coef / num_read)
+    echo = lay_end_to_end(sequences, weights, multiple=7, environment={0: coef / num_read})
     said = echo.environment_weights != 0
     assert said.sum() == num_read and not (said & echo.loss_mask).any()
     assert torch.equal(echo.predicted, echo.loss_mask | said)

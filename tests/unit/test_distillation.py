@@ -79,7 +79,7 @@ def test_the_reference_is_one_of_the_models() -> None:
 
 def test_every_teacher_has_a_denominator_of_its_own() -> None:
     sequences = [dataclasses.replace(one, teacher=n % 3 - 1) for n, one in enumerate(random_sequences(6))]
-    micro_batch = lay_end_to_end(sequences, {}, multiple=64, distill={0: 0.25, 1: 3.0})
+    micro_batch = lay_end_to_end(sequences, {}, multiple=64, distill={(0, 0): 0.25, (0, 1): 3.0})
     assert micro_batch.distill_weights is not None
     for place, weight in ((0, 0.25), (1, 3.0)):
         tokens = sum(sum(one.loss_mask) for one in sequences if one.teacher == place)
@@ -90,7 +90,7 @@ def test_every_teacher_has_a_denominator_of_its_own() -> None:
 
 def test_sampled_tokens_lose_what_the_teacher_finds_less_likely() -> None:
     first, second = (dataclasses.replace(one, teacher=n - 1) for n, one in enumerate(random_sequences(2)))
-    micro_batch = lay_end_to_end([first, second], {}, distill={0: 0.5})
+    micro_batch = lay_end_to_end([first, second], {}, distill={(0, 0): 0.5})
     old, teacher = torch.randn(2, len(micro_batch.token_ids))
     assert not penalty(micro_batch).any() and not sampled_metrics(micro_batch)
     asked = micro_batch.with_columns({"old_logprobs": old, "teacher_logprobs": teacher})

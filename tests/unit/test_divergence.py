@@ -451,7 +451,7 @@ def test_each_kernels_operators_have_it(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kernel", ["sdpa", "invariant"])
 def test_a_policy_that_is_taught_scores_its_tokens_as_without_a_teacher(kernel: Kernel) -> None:
     taught = [replace(one, teacher=0) for one in random_sequences(4)]
-    micro_batch = lay_end_to_end(taught, {}, multiple=7, distill={0: 0.5})
+    micro_batch = lay_end_to_end(taught, {}, multiple=7, distill={(0, 0): 0.5})
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     policy, teacher = (policy_of("none", kernel=kernel, num_hidden_layers=layers, **sizes) for layers in (2, 1))
     with torch.no_grad():
