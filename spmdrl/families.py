@@ -73,8 +73,9 @@ class ModelFamily:
     exact_engines: tuple[Literal["torch", "sglang"], ...] = ()
     # The family with the same layers whose tensor-parallel plan it takes; transformers has none for itself.
     plan_of: str | None = None
-    # Its towers and placeholders: those with a grid for each image, or with as many tokens for every image.
-    vision: Literal["grid", "fixed"] | None = None
+    # Its towers and placeholders: those with a grid for each image, with as many tokens for every image, or with a grid
+    # whose patches are averaged.
+    vision: Literal["grid", "fixed", "pooled"] | None = None
     # In files, experts are [experts, inputs, outputs]: transformers transposes them as it reads, but not back (5.19).
     has_transposed_experts: bool = False
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
@@ -120,6 +121,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
     "gemma3": ModelFamily(vision="fixed"),
+    "gemma4": ModelFamily(vision="pooled", logits=_CAPPED),
     "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED),
     "gemma3_text": ModelFamily(logits=_CAPPED, sglang=SGLangFamily(splits_embedding=False)),
     "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED),
@@ -216,8 +218,11 @@ class VisionFamily:
     tokens_per_image: int | None = None  # where all images have the same; None: by the grid
     num_levels: int = 1  # tensors that the tower makes for each token: its embedding, and what later layers add
     has_grid_positions: bool = False  # mRoPE: positions of frame, row and column
-    frame: tuple[int, int] | None = None  # tokens around an image, where chat templates write only the first of them
+    frame: tuple[int, int] | None = None  # tokens around an image, which chat templates leave out
+    writes_frame: bool = False  # but the first of them, in the place of an image
     sees_whole_images: bool = False  # an image's tokens attend to those that come after them in the same image
+    sees_them_in_windows: bool = False  # only in layers with a window
+    has_padded_tower: bool = False  # which takes all images with as many patches, and the place of each patch
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Count the placeholders of an image of so many patches."""
@@ -253,7 +258,21 @@ def vision_family(config: Any) -> VisionFamily | None:
             patch_values=vision.num_channels * vision.patch_size**2,
             tokens_per_image=config.mm_tokens_per_image,
             frame=(config.boi_token_index, config.eoi_token_index),
+            writes_frame=True,
             sees_whole_images=True,
+        )
+    if kind == "pooled" and config.vision_config is not None and config.audio_config is None:
+        return VisionFamily(
+            model_type=config.model_type,
+            tower=("vision_tower", "embed_vision"),
+            image_token_id=config.image_token_id,
+            merge=config.vision_config.pooling_kernel_size,
+            pixels=(3 * config.vision_config.patch_size**2,),
+            patch_values=3 * config.vision_config.patch_size**2,
+            frame=(config.boi_token_id, config.eoi_token_id),
+            sees_whole_images=config.text_config.use_bidirectional_attention == "vision",
+            sees_them_in_windows=True,
+            has_padded_tower=True,
         )
     return None
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 # The name at the top asks for torchvision before 5.19, which the class does not need.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
 from spmdrl.config import PromptsConfig
 from spmdrl.config.strict import shown
@@ -98,7 +99,9 @@ class ImageCounter:
         if self._family.frame is None:
             return Placeholder(written=text, text=text, token_id=token_id)
         begin, end = map(self._spelt, self._family.frame)
-        return Placeholder(written=begin, text=f"\n\n{begin}{text}{end}\n\n", token_id=token_id)
+        if self._family.writes_frame:
+            return Placeholder(written=begin, text=f"\n\n{begin}{text}{end}\n\n", token_id=token_id)
+        return Placeholder(written=text, text=f"{begin}{text}{end}", token_id=token_id)
 
     def num_tokens(self, image: ImageFile) -> int:
         """Count the placeholders of an image by its size, without decoding it. Raises UserError."""
@@ -107,13 +110,21 @@ class ImageCounter:
         if self._family.tokens_per_image is not None:
             return self._family.tokens_per_image
         with self._suiting(image, width, height):
-            num_patches = processor.get_number_of_image_patches(height, width)
+            if self._family.has_padded_tower:
+                patch, kernel = processor.patch_size, processor.pooling_kernel_size
+                most = processor.max_soft_tokens * kernel**2
+                rows, columns = get_aspect_ratio_preserving_size(height, width, patch, most, kernel)
+                num_patches = rows * columns // patch**2
+            else:
+                num_patches = processor.get_number_of_image_patches(height, width)
         return self._family.num_tokens((1, 1, num_patches))
 
     @cached_property
     def _processor(self) -> Any:
         processor = load_processor(self._model_dir, self._cfg)
-        if (merge := getattr(processor, "merge_size", self._family.merge)) != self._family.merge:
+        names = ("merge_size", "pooling_kernel_size")
+        merge = next((found for name in names if (found := getattr(processor, name, None))), self._family.merge)
+        if merge != self._family.merge:
             raise self._of_another_model(f"merges {merge} x {merge} patches, and the model {self._family.merge}")
         return processor
 
@@ -188,6 +199,9 @@ class ImageReader(ImageCounter):
         with self._suiting(image, *picture.size):
             made = processor(images=[picture], return_tensors="np")
         pixels = torch.from_numpy(made["pixel_values"]).to(torch.float32)
+        if self._family.has_padded_tower:
+            columns, rows = (int(last) + 1 for last in made["image_position_ids"][0].max(axis=0))
+            pixels = pixels[0, : rows * columns]
         if pixels.shape[1:] != self._family.pixels:
             raise self._of_another_model(f"makes {tuple(pixels.shape[1:])}, and the model takes {self._family.pixels}")
         if not pixels.isfinite().all():
@@ -195,6 +209,8 @@ class ImageReader(ImageCounter):
         if "image_grid_thw" in made:
             frames, rows, columns = made["image_grid_thw"][0].tolist()
             return pixels, (frames, rows, columns)
+        if self._family.has_padded_tower:
+            return pixels, (1, rows, columns)
         assert self._family.tokens_per_image is not None, "its images have a grid"
         side = self._family.merge * math.isqrt(self._family.tokens_per_image)
         return pixels, (1, side, side)
@@ -222,8 +238,8 @@ def load_processor(model_dir: str, cfg: PromptsConfig) -> Any:
     given = {name: limit for name, limit in limits.items() if limit is not None}
     if given and not hasattr(processor, "get_number_of_image_patches"):
         raise UserError(
-            "data.min_pixels and data.max_pixels have no meaning: the model's processor makes all images equally large;"
-            " remove them"
+            "data.min_pixels and data.max_pixels have no meaning: the model's processor chooses the size of images by "
+            "itself; remove them"
         )
     size = {name: processor.size[name] for name in limits} | given if given else processor.size
     if given and size["shortest_edge"] > size["longest_edge"]:

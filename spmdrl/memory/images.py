@@ -3,10 +3,12 @@
 For one patch and one block of a tower autograd keeps the tensors below. b is the bytes of an element of the compute
 dtype, D the width of the tower, H its heads and I the width of its MLP:
 
-    norms       2 b D each         the input and the output; of a root mean square norm (4 + 2 b) D
+    norms       2 b D each         the input and the output; of a root mean square norm (4 + 2 b) D; of Gemma 4's
+                                   seven, some of them of heads, 8 D, two tensors in float32
     attention   5 b D + 4 H        q, k, v, the result for each image and of all images, and float32 log-sums
     rotation    2 b D              rotated queries and keys; without it, one result less is saved
     MLP         2 b I              before and after the activation; 4 b I of a gated one
+    clips       11 b D + 3 b I     where the inputs and outputs of products are clipped
 
 Recomputing a block keeps only its input, b D. Selective recomputation keeps the results of products and attention too:
 6 b D + 4 H, and b I, or 2 b I of a gated MLP. Beside the blocks there are the pixels, the tables of the rotation, the
@@ -38,6 +40,8 @@ class Tower:
     mlp_width: int
     is_gated: bool  # the MLP
     has_rms_norms: bool  # root mean square norms, else layer norms
+    wide_norms: int = 0  # in the place of these two: norms of a block, with those of heads, that keep float32 alone
+    clips: bool = False  # inputs and outputs of products
     rotates: bool  # queries and keys, by their places
     pools: bool  # a token is the mean of its patches, else a product sees all of them
     patch_values: int  # numbers in a patch
@@ -69,9 +73,12 @@ def saved_block_bytes(tower: Tower, *, level: Level, compute_bytes: int) -> int:
     log_sums = _FLOAT32 * tower.heads
     if level == "selective":
         return b * d + 6 * b * d + log_sums + (2 if tower.is_gated else 1) * b * tower.mlp_width
-    norm = (_FLOAT32 + 2 * b) * d if tower.has_rms_norms else 2 * b * d
+    norms = 2 * (_FLOAT32 + 2 * b) * d if tower.has_rms_norms else 4 * b * d
+    if tower.wide_norms:
+        norms = tower.wide_norms * 2 * _FLOAT32 * d
+    clips = b * (11 * d + 3 * tower.mlp_width) if tower.clips else 0
     attention = (7 if tower.rotates else 4) * b * d + log_sums
-    return 2 * norm + attention + (4 if tower.is_gated else 2) * b * tower.mlp_width
+    return norms + clips + attention + (4 if tower.is_gated else 2) * b * tower.mlp_width
 
 
 def saved_bytes(tower: Tower, *, level: Level, every_layers: int, num_patches: int, compute_bytes: int) -> int:
@@ -80,7 +87,8 @@ def saved_bytes(tower: Tower, *, level: Level, every_layers: int, num_patches: i
     in_blocks = recomputed * saved_block_bytes(tower, level=level, compute_bytes=compute_bytes)
     in_blocks += (tower.num_blocks - recomputed) * saved_block_bytes(tower, level="none", compute_bytes=compute_bytes)
     tables = 2 * _FLOAT32 * tower.hidden // tower.heads if tower.rotates else 0
-    per_patch = num_patches * (in_blocks + tables + compute_bytes * (tower.patch_values + 2 * tower.hidden))
+    around = tower.patch_values + (1 if tower.wide_norms else 2) * tower.hidden  # no last norm
+    per_patch = num_patches * (in_blocks + tables + compute_bytes * around)
     merged = 3 * tower.hidden if tower.pools else (3 * tower.num_levels - 1) * tower.hidden * tower.patches_per_token
     return per_patch + num_patches // tower.patches_per_token * compute_bytes * (merged + tower.features_elements)
 

@@ -30,7 +30,12 @@ from spmdrl.types import UserError
 # and the rows of blocks are computed again and put in their places.
 
 
-Block = tuple[int, int]  # its first token, and the first after it
+class Block(NamedTuple):
+    """Tokens that see each other."""
+
+    start: int  # the first of them
+    end: int  # the first token after them
+    only_in_windows: bool = False  # and not in layers without a window
 
 
 class _View(NamedTuple):
@@ -54,15 +59,18 @@ def seeing_blocks(
             'it to "auto", "varlen" or "sdpa"'
         )
     starts = [*accumulate(seqlens, initial=0)]
-    beginnings = [max(start for start in starts if start <= block[0]) for block in blocks]
-    rows = torch.cat([torch.arange(*block) for block in blocks])
+    beginnings = [max(start for start in starts if start <= block.start) for block in blocks]
+    rows = torch.cat([torch.arange(block.start, block.end) for block in blocks])
+    only_in_windows = all(block.only_in_windows for block in blocks)
     rows_on = functools.cache(rows.to)
 
     @functools.cache
     def views(window: int | None) -> list[_View]:
         """The views of a layer with this window: nothing that no token of the block sees."""
-        before = [0 if window is None else block[0] - window + 1 for block in blocks]
-        return [_View(max(found), *block) for *found, block in zip(beginnings, before, blocks, strict=True)]
+        before = [0 if window is None else block.start - window + 1 for block in blocks]
+        return [
+            _View(max(found), block.start, block.end) for *found, block in zip(beginnings, before, blocks, strict=True)
+        ]
 
     @functools.cache
     def whole(window: int | None, device: torch.device) -> _Attend:
@@ -72,6 +80,8 @@ def seeing_blocks(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         assert layer.is_plain, "no model that sees images has attention sinks or caps scores"
+        if layer.window is None and only_in_windows:
+            return causal(q, k, v, layer)
         again = whole(layer.window, q.device)(q, k, v, layer)
         return causal(q, k, v, layer).index_copy(0, rows_on(q.device), again)
 

@@ -219,13 +219,14 @@ def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | No
 
 
 def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
-    """Yield the rules for the model's layers; `_split_vocabulary` handles the embedding and the head."""
+    """Yield the rules for the model's layers; `_split_vocabulary` handles the ends, and towers stay whole."""
     ep_plan = model.ep_plan if ep > 1 else {}
     tp_plan = model_plan(model) if tp > 1 else {}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    whole = {part for tower in Trunk(model).towers for part in tower.modules()}
+    whole |= {model.get_input_embeddings(), model.get_output_embeddings()}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if module in ends:
+        if module in whole:
             continue
         parent = modules[name.rpartition(".")[0]]
         for parameter in (None, *module._parameters):

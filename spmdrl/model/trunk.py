@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spmdrl.families import vision_family
-from spmdrl.model.attention import IMPLEMENTATION
+from spmdrl.model.attention import IMPLEMENTATION, Block
 from spmdrl.model.rotary import RotaryByLength
 from spmdrl.types import Grid, ImageSpan
 
@@ -55,11 +56,11 @@ class Trunk:
         modules = (module for tower in self.towers for module in tower.modules())
         return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
-    def seen_whole(self, images: Sequence[ImageSpan]) -> list[tuple[int, int]]:
-        """Return the images whose tokens see each other, each as its first token and the first after it."""
+    def seen_whole(self, images: Sequence[ImageSpan]) -> list[Block]:
+        """Return the images whose tokens see each other."""
         if self.family is None or not self.family.sees_whole_images:
             return []
-        return [(image.start, image.end) for image in images]
+        return [Block(image.start, image.end, self.family.sees_them_in_windows) for image in images]
 
     def __call__(
         self,
@@ -93,6 +94,10 @@ class Trunk:
         if len(levels) > 1:
             mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.rows, True)
             inputs |= {"visual_pos_masks": mask.unsqueeze(0), "deepstack_visual_embeds": list(levels[1:])}
+        decoder: Any = self.decoder
+        if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4's layers, which take an image for padding
+            by_layer = token_ids.index_fill(0, images.rows, self._model.config.get_text_config().pad_token_id)
+            inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(by_layer.unsqueeze(0), None)
         return inputs
 
     def encode(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -103,9 +108,19 @@ class Trunk:
         assert self.family is not None, "a model of text has no tower"
         device = self._model.get_input_embeddings().weight.device  # FSDP may keep a tower's own weights elsewhere
         dtype = next(self.towers[0].parameters()).dtype
-        inputs: dict[str, Any] = {"pixel_values": torch.cat([x.to(device, dtype) for x in pixels])}
-        if self.family.tokens_per_image is None:
-            inputs["image_grid_thw"] = torch.tensor(grids, device=device)
+        inputs: dict[str, Any]
+        if self.family.has_padded_tower:  # which scales pixels before it takes them into its dtype
+            places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for _, rows, columns in grids]
+            inputs = {
+                "pixel_values": pad_sequence([x.to(device) for x in pixels], batch_first=True),
+                "image_position_ids": pad_sequence(
+                    [place.flip(-1) for place in places], batch_first=True, padding_value=-1
+                ).to(device),
+            }
+        else:
+            inputs = {"pixel_values": torch.cat([x.to(device, dtype) for x in pixels])}
+            if self.family.tokens_per_image is None:
+                inputs["image_grid_thw"] = torch.tensor(grids, device=device)
         with warnings.catch_warnings():
             # FSDP warns of views that a sharded module returns, lest they are changed in place: here they are stacked.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -121,8 +136,7 @@ class Trunk:
         if self.family.tokens_per_image is not None:
             side = vision.image_size // vision.patch_size
             return torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size), (1, side, side)
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return torch.zeros(merge**2, width), (1, merge, merge)
+        return torch.zeros(merge**2, self.family.patch_values), (1, merge, merge)
 
 
 def _of_all_images(level: Tensor | Sequence[Tensor]) -> Tensor:

@@ -135,8 +135,11 @@ def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] =
         yield from _index_problems(index, where)
 
 
-def missing_weight_problems(path: str, model: PreTrainedModel, needed: Collection[str]) -> Iterator[str]:
-    """Yield a sentence when weight files without other problems lack some of the `needed` parameters.
+def missing_weight_problems(
+    path: str, model: PreTrainedModel, needed: Collection[str], *, may_have_others: bool = False
+) -> Iterator[str]:
+    """Yield a sentence when weight files without other problems lack some of the `needed` parameters, and unless they
+    `may_have_others`, when they hold what no parameter takes, and no export has (`kept_names`).
 
     `model` is without memory. transformers renames and fuses what the files hold, as it does to load them, but of
     tensors that have shapes alone: it reads only the heads. Where it cannot, loading shows what is missing.
@@ -145,7 +148,14 @@ def missing_weight_problems(path: str, model: PreTrainedModel, needed: Collectio
     places, stored = _places(folder), _heads(folder)
     weights = as_numbers(stored, quantization_of(folder))
     held = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in weights.items()}
-    missing = _missing(model, held)
+    missing, others = _loaded(model, held)
+    others = {name for name in others if not _is_left_out(model, name)}
+    if others and not may_have_others:
+        yield (
+            f'model.path = "{shown(path)}" holds {len(others)} weights that no parameter of {type(model).__name__} '
+            f"takes, so they would be neither trained nor exported; the first is {shown(min(others))}; set in "
+            "config.json what they belong to, or save the model without them"
+        )
     if missing is not None and not (missing := missing & {*needed}):
         return
     if nowhere := sorted(places.keys() - stored.keys()):
@@ -157,17 +167,18 @@ def missing_weight_problems(path: str, model: PreTrainedModel, needed: Collectio
         yield lacking(path, sorted(missing))
 
 
-def _missing(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> set[str] | None:
-    """Return the parameters that such tensors do not make; None where they cannot be made without values."""
+def _loaded(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> tuple[set[str] | None, set[str]]:
+    """Return the parameters that such tensors do not make, and those of them of which none is made; None and none where
+    they cannot be made without values."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it would print a table of what is missing
     try:
         _, found = type(model).from_pretrained(
             None, config=copy.deepcopy(model.config), state_dict=held, device_map={"": "meta"}, output_loading_info=True
         )
-        return {*found["missing_keys"]}
+        return {*found["missing_keys"]}, {*found["unexpected_keys"]}
     except Exception:
-        return None
+        return None, set()
     finally:
         transformers_logging.set_verbosity(verbosity)
 
@@ -225,15 +236,13 @@ _OF_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 def kept_names(model: PreTrainedModel, path: str) -> list[str]:
     """Return the names of the weights in the directory at `path` that transformers leaves out: those that the model's
     class names, and those of layers after its last one."""
-    patterns = [re.compile(pattern) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ()]
-    num_layers = model.config.get_text_config().num_hidden_layers
+    return sorted(name for name in stored_weights(path) if _is_left_out(model, name))
 
-    def is_left_out(name: str) -> bool:
-        if layer := _OF_LAYER.match(name):  # patterns of a class mean the layers of all models that it was made for
-            return int(layer[1]) >= num_layers
-        return any(pattern.search(name) for pattern in patterns)
 
-    return sorted(filter(is_left_out, stored_weights(path)))
+def _is_left_out(model: PreTrainedModel, name: str) -> bool:
+    if layer := _OF_LAYER.match(name):  # patterns of a class mean the layers of all models that it was made for
+        return int(layer[1]) >= model.config.get_text_config().num_hidden_layers
+    return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
 
 
 def read_kept(names: Iterable[str], path: str) -> dict[str, Tensor]:

@@ -132,7 +132,7 @@ def open_inputs(
     readers = {place: found.get(open_reward_tokenizer, model) for place, model in scorers.items()}
     beside = [*others, *scorers.values()]
     for model in (policy, critic, *beside) if critic and critic.cfg.path != cfg.model.path else (policy, *beside):
-        found.ask(_weight_problems, model)
+        found.ask(_weight_problems, model, model is policy)
     found.ask(_adapter_problems, cfg, policy)
     found.ask(_head_problems, policy)
     found.ask(_vision_problems, cfg, policy)
@@ -431,12 +431,14 @@ def _folder_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     yield from _refusals(refuse_overwriting, cfg.model.path, folder.hf)
 
 
-def _weight_problems(model: OpenedModel) -> Iterator[str]:
+def _weight_problems(model: OpenedModel, is_policy: bool) -> Iterator[str]:
     whole = model_without_memory(model.config, model.cfg)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     needed = critic_shapes(model.config, model.cfg)[0] if model.drops_head else shapes
     sentences = [*weight_file_problems(model.cfg.path, parameters=shapes)]
-    for sentence in sentences or missing_weight_problems(model.cfg.path, whole, needed):
+    for sentence in sentences or missing_weight_problems(
+        model.cfg.path, whole, needed, may_have_others=model.drops_head or not is_policy
+    ):
         yield sentence.replace(f'model.path = "{model.cfg.path}"', model.setting)
 
 

@@ -199,8 +199,10 @@ def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None
         mlp_width=vision.intermediate_size,
         is_gated=any(".gate_proj." in name for name in first_block),
         has_rms_norms=not any("norm" in name and name.endswith(".bias") for name in first_block),
+        wide_norms=7 if family.has_padded_tower else 0,  # of which those of values have no weights
+        clips=getattr(vision, "use_clipped_linears", False),
         rotates=family.has_grid_positions,
-        pools=family.tokens_per_image is not None,
+        pools=family.tokens_per_image is not None or family.has_padded_tower,
         patch_values=family.patch_values,
         patches_per_token=family.merge**2,
         num_levels=family.num_levels,

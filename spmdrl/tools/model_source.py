@@ -21,7 +21,8 @@ from spmdrl.types import UserError
 
 _RELEASED = Path(__file__).with_name("released.toml")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_PATTERNS = {"layers_block_type", "hybrid_override_pattern"}  # one entry for each layer
+# One entry for each layer, or half the attentions of a model whose layers have two (LongCat).
+_COUNT_LAYERS = {"layers_block_type", "hybrid_override_pattern", "num_layers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _config(given: str, raw: dict[str, Any]) -> Any:
             hint = f"it was written by {newer}: install that or a newer one" if newer else "install a newer one"
         raise UserError(f"{shown(given)}: transformers {version} does not know model_type = {kind!r}; {hint}")
     text = raw.get("text_config") or raw
-    known = {*text, *raw} | ({"num_hidden_layers"} if _PATTERNS & text.keys() else set())
+    known = {*text, *raw} | ({"num_hidden_layers"} if _COUNT_LAYERS & text.keys() else set())
     if missing := [name for name in _SIZES if name not in known]:
         raise UserError(
             f"{shown(given)}: its config.json does not say {', '.join(missing)}, so the shapes of its weights are not "

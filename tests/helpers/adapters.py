@@ -29,7 +29,7 @@ def random_adapters(
     generator = torch.Generator().manual_seed(version)
     tensors: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
-        if name.rpartition(".")[2] in targets:
+        if name.rpartition(".")[2] in targets and isinstance(layer, nn.Linear):
             outputs, inputs = layer.weight.shape
             tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) / 8

@@ -14,6 +14,7 @@ import PIL.Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.helpers.small_run import write_config
@@ -22,6 +23,8 @@ from tests.helpers.vision_models import END, IMAGE, START, VIDEO, VISION, VOCABU
 PAD, EOS, UNKNOWN, USER, ASSISTANT, SYSTEM = "<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>"
 TOKENS = {START: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
 PIXELS_PER_TOKEN = (VISION["patch_size"] * VISION["spatial_merge_size"]) ** 2
+_PLACE = TOKENS[START] + TOKENS[IMAGE] + TOKENS[END]
+_PLACES = {"gemma3": TOKENS[START], "gemma4": TOKENS[IMAGE]}  # whose templates leave the others out
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -31,11 +34,9 @@ _TEMPLATE = (
 )
 
 
-def vision_tokenizer(*, is_gemma: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer of characters for the models of `vision_models`, whose tokens of images it has, and a template.
-
-    Gemma's template writes only the first of the tokens around an image.
-    """
+def vision_tokenizer(place: str = _PLACE) -> PreTrainedTokenizerFast:
+    """A tokenizer of characters for the models of `vision_models`, whose tokens of images it has, and a template that
+    writes `place` for an image."""
     names = {0: PAD, 1: EOS, 2: UNKNOWN, 3: USER, 8: ASSISTANT, 9: SYSTEM} | TOKENS
     letters = iter(string.ascii_letters + string.digits + " \n" + string.punctuation)
     vocabulary = {names.get(number) or next(letters): number for number in range(VOCABULARY)}
@@ -44,17 +45,19 @@ def vision_tokenizer(*, is_gemma: bool = False) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
-    place = TOKENS[START] if is_gemma else TOKENS[START] + TOKENS[IMAGE] + TOKENS[END]
     tokenizer.chat_template = _TEMPLATE.replace("PLACE", place)
     return tokenizer
 
 
 def save_vision_files(path: Path | str, **changes: Any) -> None:
     """Write a tokenizer and a processor beside a model of `vision_models`; images have 1 to 9 tokens."""
-    is_gemma = '"gemma3"' in Path(path, "config.json").read_text()
-    vision_tokenizer(is_gemma=is_gemma).save_pretrained(path)
-    if is_gemma:
+    kind = json.loads(Path(path, "config.json").read_text())["model_type"]
+    vision_tokenizer(place=_PLACES.get(kind, _PLACE)).save_pretrained(path)
+    if kind == "gemma3":
         Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, **changes).save_pretrained(path)
+    elif kind == "gemma4":  # up to 70 tokens
+        sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+        Gemma4ImageProcessorPil(**sizes | changes).save_pretrained(path)
     else:
         save_processor(path, **changes)
 

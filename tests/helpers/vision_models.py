@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -28,7 +30,7 @@ from transformers import (
 from spmdrl.data.image_store import ImageStore
 from spmdrl.families import VisionFamily, vision_family
 from spmdrl.types import ImageSpan, Sequence
-from tests.helpers.models import EXPERTS, GATED_DELTA_NET, SIZES, SLIDING
+from tests.helpers.models import EXPERTS, GATED_DELTA_NET, OTHERS, SIZES, SLIDING
 
 START, END, IMAGE, VIDEO = 4, 5, 6, 7  # tokens before, after and of an image
 VOCABULARY = 98  # two ranks divide it
@@ -119,6 +121,30 @@ def save_gemma3_vl(path: Path, **changes: Any) -> str:
     return _save(path, Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens))
 
 
+def save_gemma4_vl(path: Path, **changes: Any) -> str:
+    """A random Gemma 4 with its tower: the tokens of an image see each other in the sliding layers alone, and layers
+    have embeddings of their own."""
+    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0}
+    text = SIZES | OTHERS["gemma4_text"] | sizes | {"use_bidirectional_attention": "vision"} | changes
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 160,
+        "standardize": True,
+        "use_clipped_linears": True,
+        "initializer_range": 0.1,
+    }
+    # To transformers' model every token with the number of a video's is padding, wherever it stands.
+    tokens = {"image_token_id": IMAGE, "video_token_id": VOCABULARY, "boi_token_id": START, "eoi_token_id": END}
+    return _save(path, Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **tokens))
+
+
 VISION_MODELS: list[Callable[..., str]] = [
     save_qwen2_5_vl,
     save_qwen3_vl,
@@ -126,6 +152,7 @@ VISION_MODELS: list[Callable[..., str]] = [
     save_qwen3_5_vl,
     save_qwen3_5_moe_vl,
     save_gemma3_vl,
+    save_gemma4_vl,
 ]
 
 
@@ -161,8 +188,7 @@ def picture(path: str, number: int) -> Picture:
         pixels = torch.randn(1, 3, vision.image_size, vision.image_size, generator=generator)
     else:
         grid = (1, *(family.merge * rng.randint(1, MAX_SIDE) for _ in range(2)))
-        channels = 3 * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.randn(grid[1] * grid[2], channels, generator=generator)
+        pixels = torch.randn(grid[1] * grid[2], family.patch_values, generator=generator)
     return Picture(hashlib.sha256(f"{path}{number}".encode()).hexdigest()[:32], grid, pixels)
 
 
@@ -232,10 +258,17 @@ def inputs_of(path: str, sequence: Sequence, pictures: dict[str, Picture]) -> di
     types = torch.zeros_like(ids)
     for image in sequence.images:
         types[0, image.start : image.end] = 1
-    name = "token_type_ids" if family.sees_whole_images else "mm_token_type_ids"
+    name = "token_type_ids" if family.tokens_per_image is not None else "mm_token_type_ids"
     inputs = {"input_ids": ids, name: types}
     if sequence.images:
-        inputs["pixel_values"] = torch.cat([pictures[image.digest].pixels for image in sequence.images])
+        pixels = [pictures[image.digest].pixels for image in sequence.images]
+        if family.has_padded_tower:
+            grids = [image.grid for image in sequence.images]
+            places = [torch.tensor([(x, y) for y in range(rows) for x in range(columns)]) for _, rows, columns in grids]
+            inputs["image_position_ids"] = pad_sequence(places, batch_first=True, padding_value=-1)
+            inputs["pixel_values"] = pad_sequence(pixels, batch_first=True)
+            return inputs
+        inputs["pixel_values"] = torch.cat(pixels)
         if family.tokens_per_image is None:
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
     return inputs

@@ -32,6 +32,7 @@ from tests.helpers.vision_models import (
     inputs_of,
     mixed_sequences,
     save_gemma3_vl,
+    save_gemma4_vl,
     save_qwen2_5_vl,
     save_qwen3_5_moe_vl,
     save_qwen3_5_vl,
@@ -41,7 +42,7 @@ from tests.helpers.vision_models import (
 )
 
 TEMPERATURE = 0.8
-TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.")
 FROZEN: tuple[str, ...] | None = None
 TRAINED: tuple[str, ...] = ()
 Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, ParallelConfig] = {
 MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen2_5_vl: ("fsdp", "cp", "tp"),
     save_gemma3_vl: ("fsdp", "ulysses", "tp"),  # the tokens of an image see each other
+    save_gemma4_vl: ("fsdp", "ulysses", "tp"),  # in layers with a window
     save_qwen3_vl: ("fsdp", "cp", "tp"),
     save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
     save_qwen3_5_vl: ("fsdp", "cp", "tp"),  # a recurrent layer

@@ -16,7 +16,8 @@ from tests.helpers import flash_on_cpu  # gives torch's varlen kernel an impleme
 
 SEQLENS = [3, 12, 1, 20]
 CU_SEQLENS = torch.tensor([0, *SEQLENS]).cumsum(0).int()
-BLOCKS: list[Block] = [(4, 8), (8, 10), (20, 29), (33, 36)]  # the first two are neighbours, the last is at the end
+# The first two are neighbours, the last is at the end.
+BLOCKS = [Block(4, 8), Block(8, 10), Block(20, 29), Block(33, 36)]
 SCALE = 0.3
 
 
@@ -30,8 +31,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """One softmax over all tokens, with a mask that says who sees whom."""
     token = torch.arange(sum(SEQLENS))
     sees = token[:, None] >= token
-    for start, end in BLOCKS:
-        sees[start:end, start:end] = True
+    for block in BLOCKS:
+        sees[block.start : block.end, block.start : block.end] = True
     if window is not None:
         sees &= token > token[:, None] - window
     within = torch.zeros_like(sees)
@@ -56,6 +57,16 @@ def test_blocks_are_seen_whole(kernel: Kernel, window: int | None) -> None:
         (out * weights).sum().backward()
     for one, other in zip(mine, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5)
+
+
+def test_blocks_of_layers_with_windows_are_causal_in_others() -> None:
+    q, k, v = inputs()
+    blocks = [block._replace(only_in_windows=True) for block in BLOCKS]
+    of_windows = packed_attention(CU_SEQLENS, SEQLENS, "sdpa", blocks=blocks)
+    for window, blocks_seen in ((5, BLOCKS), (None, ())):
+        layer = AttentionLayer(index=0, scale=SCALE, window=window)
+        expected = packed_attention(CU_SEQLENS, SEQLENS, "sdpa", blocks=blocks_seen)(q, k, v, layer)
+        assert torch.equal(of_windows(q, k, v, layer), expected)
 
 
 def test_a_kernel_that_is_only_causal_is_refused() -> None:

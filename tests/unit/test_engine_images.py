@@ -28,6 +28,7 @@ from tests.helpers.vision_models import (
     mixed_sequences,
     picture,
     save_gemma3_vl,
+    save_gemma4_vl,
     save_qwen2_5_vl,
     save_qwen3_5_moe_vl,
     save_qwen3_5_vl,
@@ -37,8 +38,8 @@ from tests.helpers.vision_models import (
 )
 
 GROUP_SIZE = 3
-MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl]
-DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_qwen3_5_moe_vl, save_gemma3_vl}
+MODELS = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_vl_moe, save_qwen3_5_vl, save_gemma3_vl, save_gemma4_vl]
+DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_qwen3_5_moe_vl, save_gemma3_vl, save_gemma4_vl}
 
 
 @dataclass(frozen=True)
@@ -291,8 +292,9 @@ def test_a_placeholder_that_was_sampled_is_text(looking: Looking) -> None:
     twin = 3  # a token that nothing else uses
     plain = AutoModelForImageTextToText.from_pretrained(looking.path, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for weight in (plain.get_input_embeddings().weight, plain.get_output_embeddings().weight):
-            weight[twin] = weight[IMAGE]
+        for name, weight in plain.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                weight[twin] = weight[IMAGE]
     mine = replace(looking, plain=plain.eval())
     engine = mine.engine()
     asked = mine.requests(max_response_tokens=30, temperature=3.0)  # tokens are about equally likely

@@ -37,9 +37,9 @@ from spmdrl.step.sft_data import PairEncoder
 from spmdrl.types import Prompt, UserError
 from tests.helpers.chat_templates import family_tokenizer
 from tests.helpers.vision import as_file, photo, save_vision_files
-from tests.helpers.vision_models import END, IMAGE, START, save_gemma3_vl, save_qwen2_5_vl
+from tests.helpers.vision_models import END, IMAGE, START, save_gemma3_vl, save_gemma4_vl, save_qwen2_5_vl
 
-QWEN, GEMMA = "qwen", "gemma"
+QWEN, GEMMA, GEMMA4 = "qwen", "gemma", "gemma4"
 LIMIT = 2**20  # pixels of an image
 
 
@@ -47,10 +47,10 @@ LIMIT = 2**20  # pixels of an image
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of vision models."""
     folder = tmp_path_factory.mktemp("models")
-    for name, save in ((QWEN, save_qwen2_5_vl), (GEMMA, save_gemma3_vl)):
+    for name, save in ((QWEN, save_qwen2_5_vl), (GEMMA, save_gemma3_vl), (GEMMA4, save_gemma4_vl)):
         save(folder / name)
         save_vision_files(folder / name)
-    return {name: folder / name for name in (QWEN, GEMMA)}
+    return {name: folder / name for name in (QWEN, GEMMA, GEMMA4)}
 
 
 class Bench:
@@ -99,7 +99,7 @@ def qwen(models: dict[str, Path], tmp_path: Path) -> Bench:
     return Bench(models[QWEN], tmp_path)
 
 
-@pytest.fixture(params=[QWEN, GEMMA])
+@pytest.fixture(params=[QWEN, GEMMA, GEMMA4])
 def bench(models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Bench:
     return Bench(models[request.param], tmp_path)
 
@@ -183,7 +183,10 @@ def test_placeholders_stand_where_the_images_do(bench: Bench) -> None:
     processor = AutoImageProcessor.from_pretrained(bench.model, backend="pil")
     for number, image in enumerate(prompt.images):
         made = processor(images=[PIL.Image.open(bench.folder / f"{number}.png")], return_tensors="pt")
-        assert torch.equal(bench.store.get(image.digest), made["pixel_values"])  # to the last bit
+        pixels = made["pixel_values"]
+        if "image_position_ids" in made:  # without the patches that fill it
+            pixels = pixels[0][(made["image_position_ids"][0] >= 0).all(-1)]
+        assert torch.equal(bench.store.get(image.digest), pixels)  # to the last bit
         if "image_grid_thw" in made:
             assert list(image.grid) == made["image_grid_thw"][0].tolist()
     assert prompt.question == "a <image> b <image><image>"
@@ -254,7 +257,7 @@ def readers(models: tuple[Path, ...]) -> list[ImageReader]:
     """Readers of each model, one with limits of its own."""
     made = []
     for model, limits in zip(
-        (*models, models[0], models[0]), ({}, {}, {"max_pixels": 256}, {"min_pixels": 500}), strict=True
+        (*models, models[0], models[0]), ({}, {}, {}, {"max_pixels": 256}, {"min_pixels": 500}), strict=True
     ):
         cfg = DataConfig(sources=(FileData(kind="jsonl", path="a"),), max_prompt_tokens=9, **limits)
         family = vision_family(AutoConfig.from_pretrained(model))
@@ -274,9 +277,9 @@ def test_lengths_by_headers_are_those_of_images(models: dict[str, Path], width: 
 
 def test_images_are_shrunk_and_enlarged_to_limits(models: dict[str, Path]) -> None:
     large, small = ImageFile(as_file(photo(90, 90))), ImageFile(as_file(photo(8, 8)))
-    own, of_gemma, shrinking, enlarging = readers(tuple(models.values()))
-    assert [reader.num_tokens(large) for reader in (own, of_gemma, shrinking)] == [9, 4, 4]
-    assert [reader.num_tokens(small) for reader in (own, of_gemma, enlarging)] == [1, 4, 9]
+    own, of_gemma, of_gemma4, shrinking, enlarging = readers(tuple(models.values()))
+    assert [reader.num_tokens(large) for reader in (own, of_gemma, of_gemma4, shrinking)] == [9, 4, 64, 4]
+    assert [reader.num_tokens(small) for reader in (own, of_gemma, of_gemma4, enlarging)] == [1, 4, 64, 9]
 
 
 class NoStore(ImageStore):
@@ -561,7 +564,7 @@ def test_processors_that_do_not_suit(models: dict[str, Path], tmp_path: Path) ->
     photo(8, 8).save(tmp_path / "a.png")
     row = {"prompt": "<image>", "images": "a.png"}
     gemma = Bench(models[GEMMA], tmp_path)
-    assert "makes all images equally large; remove them" in gemma.refusal(row, max_pixels=64)
+    assert "chooses the size of images by itself; remove them" in gemma.refusal(row, max_pixels=64)
     qwen = Bench(models[QWEN], tmp_path)
     assert "images would have at least 700 and at most 576 pixels" in qwen.refusal(row, min_pixels=700)
     photo(40, 40).save(tmp_path / "large.png")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spmdrl.model.load import model_without_memory
-from spmdrl.model.weight_files import kept_line, kept_names, read_kept
+from spmdrl.model.weight_files import kept_line, kept_names, missing_weight_problems, read_kept
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_other, save_qwen3, save_qwen3_5
 
@@ -30,6 +30,21 @@ def test_layers_for_multi_token_prediction_are_found_and_told(tmp_path: Path) ->
     assert "mtp.layers.0.weight" in line
     other = save_qwen3(tmp_path / "other")
     assert kept_names(model_without_memory(AutoConfig.from_pretrained(other), model_config(other)), other) == []
+
+
+def test_weights_that_no_parameter_takes_and_no_export_has_are_refused(tmp_path: Path) -> None:
+    path = save_qwen3_5(tmp_path)
+    model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
+    file, needed = tmp_path / "model.safetensors", [name for name, _ in model.named_parameters()]
+    whole = load_file(file)
+    for more in ({}, {"mtp.norm.weight": torch.randn(3)}, {"model.layers.9.a.weight": torch.randn(3)}):
+        save_file(whole | more, file, {"format": "pt"})
+        assert not list(missing_weight_problems(path, model, needed))
+    save_file(whole | {"score.weight": torch.randn(3), "model.layers.0.mlp.z.bias": torch.ones(1)}, file)
+    (sentence,) = missing_weight_problems(path, model, needed)
+    assert "holds 2 weights that no parameter of Qwen3_5ForCausalLM takes" in sentence
+    assert "the first is model.layers.0.mlp.z.bias" in sentence
+    assert not list(missing_weight_problems(path, model, needed, may_have_others=True))
 
 
 def test_layers_of_a_model_are_trained_whatever_its_class_leaves_out_of_others(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from tests.helpers.vision_models import (
     Picture,
     inputs_of,
     save_gemma3_vl,
+    save_gemma4_vl,
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
@@ -188,12 +189,12 @@ def stage_of(save: Callable[..., str], folder: Path) -> Stage:
     rows = [{"prompt": "a<image>?", "images": ["a.png"]}, {"prompt": "b?", "images": []}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "x"}) + "\n" for row in rows))
     source = FileData(kind="jsonl", path=str(folder / "rows.jsonl"), image_column="images")
-    data = DataConfig(sources=(source,), max_prompt_tokens=64)
+    data = DataConfig(sources=(source,), max_prompt_tokens=96)
     prompts = make_training_stream(data, None, seed=0, tokenizer=tokenizer, images=images).take(0, 2)
     return Stage(path, plain, tokenizer, folder, prompts, images, engine_of(plain, images.store))
 
 
-FAMILIES = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5_vl, save_gemma3_vl]
+FAMILIES = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5_vl, save_gemma3_vl, save_gemma4_vl]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda save: save.__name__.removeprefix("save_"))
@@ -207,7 +208,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def test_every_turn_has_the_logprobs_of_transformers(any_stage: Stage) -> None:
-    rollouts = any_stage.rollouts(any_stage.world(greeting=observed(7))).values()
+    rollouts = any_stage.rollouts(any_stage.world(greeting=observed(7)), max_response_tokens=500).values()
     done = [rollout for rollout in rollouts if rollout.end == "done"]
     assert len(done) >= len(rollouts) / 2
     for rollout in done:

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
 )
@@ -31,7 +32,7 @@ from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
-from spmdrl.engine.sglang.models import hybrid_problems, rotary_problems
+from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from spmdrl.engine.sglang.routes import RouteReader, route_problems
 from spmdrl.model.load import load_model_config
@@ -308,7 +309,6 @@ def test_weights_of_few_bits_are_whole_for_sglang(tmp_path: Path) -> None:
         (hybrid(layer_types=["linear_attention"] * 2), (), ["in which every n-th layer is one of full"]),
         (hybrid(), LORA, ["set lora.merge = true"]),
         (hybrid(), (*LORA, "lora.merge=true"), []),
-        (Qwen3NextConfig(mlp_only_layers=[1]), (), ["has layers without experts beside layers with them"]),
     ],
 )
 def test_hybrids_that_sglang_does_not_know_are_told(
@@ -317,6 +317,13 @@ def test_hybrids_that_sglang_does_not_know_are_told(
     said = list(hybrid_problems(config(tmp_path, *overrides), model, device_type="cuda"))
     assert len(said) == len(sentences)
     assert all(sentence in problem for sentence, problem in zip(sentences, said, strict=True))
+
+
+@pytest.mark.parametrize("model", [Qwen3NextConfig(mlp_only_layers=[1]), Qwen3MoeConfig(decoder_sparse_step=2)])
+def test_layers_without_experts_beside_those_with_them_are_refused(model: PreTrainedConfig) -> None:
+    (sentence,) = expert_problems("model", model)
+    assert "has layers without experts beside layers with them" in sentence
+    assert not [*expert_problems("model", Qwen3MoeConfig()), *expert_problems("model", Qwen3Config())]
 
 
 def test_hybrids_need_a_device_for_sglang(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.helpers.vision_models import (
     mixed_sequences,
     picture,
     save_gemma3_vl,
+    save_gemma4_vl,
     save_qwen2_5_vl,
     save_qwen3_5_vl,
     save_qwen3_vl,
@@ -98,7 +99,7 @@ def test_text_after_an_image_goes_on_after_its_longest_side(tmp_path: Path) -> N
     assert token_positions(3, [], family=None).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("save", [*WITH_GRIDS, save_gemma3_vl])
+@pytest.mark.parametrize("save", [*WITH_GRIDS, save_gemma3_vl, save_gemma4_vl])
 def test_packed_is_alone_is_transformers(save: Callable[..., str], tmp_path: Path) -> None:
     path = save(tmp_path / "vl")
     sequences, pictures = mixed_sequences(path)
@@ -152,7 +153,7 @@ def test_text_goes_through_the_trunk_unchanged(tmp_path: Path) -> None:
 
 
 def test_images_of_one_call_are_encoded_as_if_alone(tmp_path: Path) -> None:
-    for save in (save_qwen2_5_vl, save_qwen3_vl, save_gemma3_vl):
+    for save in (save_qwen2_5_vl, save_qwen3_vl, save_gemma3_vl, save_gemma4_vl):
         path = save(tmp_path / f"vl {save.__name__}")
         trunk, shown = trunk_of(path), [picture(path, number) for number in range(3)]
         together = trunk.encode([one.pixels for one in shown], [one.grid for one in shown])

@@ -28,6 +28,16 @@ def is_hybrid(model_config: Any) -> bool:
     return bool(recurrent_layers(model_config.get_text_config()))
 
 
+def expert_problems(model_dir: str, model_config: Any) -> Iterator[str]:
+    """Yield a sentence when not all layers have experts by settings that SGLang's classes for Qwen do not read."""
+    text = model_config.get_text_config()
+    if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1:
+        yield (
+            f'model.path = "{model_dir}" has layers without experts beside layers with them, and SGLang\'s '
+            f'{text.model_type} has experts in every layer; set rollout.engine = "torch"'
+        )
+
+
 def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
     if not is_hybrid(model_config):
@@ -42,11 +52,6 @@ def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iter
         yield (
             f'model.path = "{cfg.model.path}" has the layers {", ".join(model_config.layer_types)}, but SGLang knows '
             'only models in which every n-th layer is one of full attention; set rollout.engine = "torch"'
-        )
-    if getattr(model_config, "mlp_only_layers", None) or getattr(model_config, "decoder_sparse_step", 1) != 1:
-        yield (
-            f'model.path = "{cfg.model.path}" has layers without experts beside layers with them, and SGLang\'s '
-            f'{model_config.model_type} has experts in every layer; set rollout.engine = "torch"'
         )
     heads = model_config.linear_num_key_heads
     if heads % cfg.rollout.tp_size:

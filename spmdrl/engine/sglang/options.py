@@ -25,6 +25,7 @@ from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import (
     config_overrides,
+    expert_problems,
     hybrid_arguments,
     hybrid_environment,
     hybrid_problems,
@@ -133,6 +134,7 @@ def sglang_problems(
         yield problem
     yield from _architecture_problems(cfg.model.path, model_config.architectures)
     yield from adapter_problems(cfg, model_config, device_type=device_type)
+    yield from expert_problems(cfg.model.path, model_config)
     yield from hybrid_problems(cfg, model_config, device_type=device_type)
     yield from image_problems(cfg, model_config)
     yield from route_problems(cfg, model_config)
