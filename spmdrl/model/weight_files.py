@@ -139,7 +139,7 @@ def missing_weight_problems(
     path: str, model: PreTrainedModel, needed: Collection[str], *, may_have_others: bool = False
 ) -> Iterator[str]:
     """Yield a sentence when weight files without other problems lack some of the `needed` parameters, and unless they
-    `may_have_others`, when they hold what no parameter takes, and no export has (`kept_names`).
+    `may_have_others`, when they hold what no parameter takes, and no export has.
 
     `model` is without memory. transformers renames and fuses what the files hold, as it does to load them, but of
     tensors that have shapes alone: it reads only the heads. Where it cannot, loading shows what is missing.
