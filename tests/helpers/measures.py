@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -24,14 +25,17 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 
 
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return _parsed(path.read_text(encoding="utf-8"))
+
+
+_parsed = functools.cache(ast.parse)
 
 
 def code_lines(path: Path) -> int:
     """Count the lines that are code: no docstring of anything, no comment, not blank."""
     text = path.read_text(encoding="utf-8")
     strings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):

@@ -46,7 +46,7 @@ def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         if not name.startswith(NOT_OURS):
-            yield name, ast.parse(path.read_text(encoding="utf-8"), filename=name)
+            yield name, measures.parsed(path)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
