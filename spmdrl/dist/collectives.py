@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
 from spmdrl.algo.metrics import Metrics, merge_all
 from spmdrl.types import TrainingDiverged, UserError
-import contextlib
-from collections import defaultdict, deque
-from typing import Any
-
 
 T = TypeVar("T")
 

@@ -135,9 +135,9 @@ def exchange(
 ) -> list[Sequence]:
     """Send each sequence to all ranks of share goes_to[place]; return this rank's share, in global order.
 
-    Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks there
-    is one all-to-all for integers, one for floats and, where there are some, one for routes; `infos` tells every rank
-    how much each rank sends.
+    Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks
+    there is one all-to-all for integers, one for floats and, where there are some, one for routes; `infos` tells every
+    rank how much each rank sends.
     """
     if mesh.size() == 1:
         return sorted(sequences, key=lambda sequence: sequence.place)

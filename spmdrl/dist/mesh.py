@@ -155,7 +155,9 @@ def _wait_for(patience: timedelta) -> None:
 _GRID = ("engines", "engine")
 
 
-def _training_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig | None) -> tuple[DeviceMesh, ModelMeshes]:
+def _training_meshes(
+    kind: str, ranks: Tensor, me: int, parallel: ParallelConfig | None
+) -> tuple[DeviceMesh, ModelMeshes]:
     """Build the data mesh and the policy's meshes from the training ranks."""
     replicate = cp = tp = ep = 1
     style: Literal["all_gather", "ulysses"] = "all_gather"

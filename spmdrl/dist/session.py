@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-import torch
-from spmdrl.types import UserError
 import ctypes
 import gc
+import os
 import socket
 import time
 import uuid
@@ -15,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from spmdrl.dist.launcher import require_launch_environment
 
+from spmdrl.dist.launcher import require_launch_environment
+from spmdrl.types import UserError
 
 # Which device a rank computes on, by the launcher's variables and what CUDA shows.
 
@@ -55,8 +56,8 @@ def rank_device() -> torch.device:
         if (mask := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             raise UserError(
                 f"this machine has NVIDIA devices ({', '.join(map(str, _device_files()))}), and CUDA_VISIBLE_DEVICES="
-                f"{mask} names none that torch can use ({_what_cuda_says()}): unset it, name one that is there, or train "
-                'on the CPU with CUDA_VISIBLE_DEVICES=""'
+                f"{mask} names none that torch can use ({_what_cuda_says()}): unset it, name one that is there, or "
+                'train on the CPU with CUDA_VISIBLE_DEVICES=""'
             )
         raise UserError(
             f"this machine has NVIDIA devices ({', '.join(map(str, _device_files()))}), but torch {torch.__version__}, "
@@ -230,8 +231,8 @@ def _bound_onednn() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, which needs as much. By itself it returns large pieces at once, and
-    the kernel then clears every page again at its first use: a fifth of the time of a small model's update. What a
+    """Let glibc keep freed memory for the next step, which needs as much. By itself it returns large pieces at once,
+    and the kernel then clears every page again at its first use: a fifth of the time of a small model's update. What a
     phase must give back, `return_freed_memory` returns. Other C libraries have no `mallopt`, and variables win.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
