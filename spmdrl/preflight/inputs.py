@@ -151,7 +151,7 @@ def open_inputs(
     found.ask(_judged_problems, plan, policy)
     found.ask(_rotary_problems, cfg, plan, policy)
     for model in (policy, critic, *beside):
-        found.ask(_tree_problems, plan, model)
+        found.ask(_tree_problems, cfg, plan, model)
     found.ask(_true_on_policy_problems, cfg, policy)
     prediction = found.get(_predict, cfg, num_ranks, policy, critic=critic, frozen=list(filter(None, beside)))
     stops = found.get(_stop_tokens, cfg, tokenizer)
@@ -473,9 +473,11 @@ def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel
     return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
 
 
-def _tree_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
+def _tree_problems(cfg: Config | TuningConfig, plan: Plan, model: OpenedModel) -> Iterator[str]:
     if plan.shares_prefixes:
-        yield from tree_problems(model.config, plan.max_sequence_tokens)
+        distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+        hint = distill.max_hint_tokens if distill is not None and distill.hints else 0
+        yield from tree_problems(model.config, plan.max_sequence_tokens + hint)
 
 
 def _parallel_problems(cfg: Config | TuningConfig, model: OpenedModel) -> Iterator[str]:
