@@ -51,6 +51,10 @@ class OptimConfig(Section):
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
+    expert_bias_rate: Positive | None = None
+    """Of mixtures that choose experts by scores with a bias, such as DeepSeek-V3: after each update, the bias of an
+    expert that had fewer of its loss tokens than the mean of its layer is raised by this, and that of one with more is
+    lowered (arXiv:2408.15664). 0.001 is usual. Unset: biases stay as they are."""
     state_on_host: bool = False
     """Keep the optimizer's state in pinned host memory and bring it to the device for a block of parameters at a time.
     The optimizer must treat each parameter by itself, as all of torch's but LBFGS do."""

@@ -391,6 +391,19 @@ def resume_names_settings(cfg: Config | TuningConfig) -> Iterator[str]:
             yield f"resume.changed names {name}, which is no setting{hint}"
 
 
+@rule(Config, TuningConfig)
+def biases_of_experts_can_move(cfg: Config | TuningConfig) -> Iterator[str]:
+    if cfg.optim.expert_bias_rate is None:
+        return
+    setting = f"optim.expert_bias_rate = {cfg.optim.expert_bias_rate:g}"
+    if isinstance(cfg, TuningConfig):
+        yield f"{setting} has no meaning: fine-tuning does not record which experts tokens go to; remove it"
+    elif cfg.lora is not None:
+        yield f"{setting} changes the base, which engines get once with [lora]; remove one of them"
+    elif any(one.follows for one in cfg.models.values()):
+        yield f"{setting} moves biases that copies in [models], which follow the policy's weights, do not; remove one"
+
+
 @rule(TuningConfig)
 def memory_report_needs_an_engine(cfg: TuningConfig) -> Iterator[str]:
     if cfg.report.memory:

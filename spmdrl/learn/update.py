@@ -87,6 +87,7 @@ class Accumulated:
 
     losses: list[Tensor] = field(default_factory=list)  # [] each, of micro-batches
     metrics: list[dict[str, Deferred]] = field(default_factory=list)
+    expert_loads: list[Tensor] = field(default_factory=list)  # [L, E] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ def forward_backward(
             (result.loss_sum * scale).backward()
             done.losses.append(result.loss_sum.detach())
             done.metrics.append(_reduced(result, on_device))
+            if result.expert_loads is not None:
+                done.expert_loads.append(result.expert_loads)
 
 
 def optimizer_step(
@@ -160,12 +163,23 @@ def optimizer_step(
     if factor != 1.0:
         torch._foreach_mul_(_local_gradients(learner.model), factor)
     optimizer.step()
+    _balance_experts(learner, done.expert_loads, meshes)
     learner.model.refresh()
     clear_gradients()
     learner.loss_scale.succeeded()
     if learner.loss_scale.dynamic:
         metrics |= {f"{area}/overflow_fraction": Mean(0.0, 1.0), f"{area}/loss_scale": Mean(scale, 1.0)}
     return Result(metrics | {f"{area}/grad_norm": Mean(grad_norm, 1.0)})
+
+
+def _balance_experts(learner: Learner, loads: list[Tensor], meshes: Meshes) -> None:
+    """Move the biases of experts by the loads of a mini-batch on all ranks, where that is asked for.
+
+    Ranks of a share have the same loads.
+    """
+    rate, routers = learner.optim.expert_bias_rate, learner.model.routers
+    if rate is not None and routers is not None:
+        routers.balance(sum_over(meshes.data, torch.stack(loads).sum(0)), rate=rate)
 
 
 def _rate_name(area: str, pattern: str | None) -> str:

@@ -25,6 +25,7 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         """Watch the routers of a model whose layers are final; it may be sharded before or after."""
+        self._biases = [_bias_of(router) for router, _ in _routers(model)]
         self._choices = [_watched(router, num_experts) for router, num_experts in _routers(model)]
         assert self._choices, "the model has no experts"
 
@@ -58,6 +59,14 @@ class Routers:
         taken = self.taken[rows].long().movedim(1, 0).flatten(1)  # [L, N k]
         loads = torch.zeros(self.num_layers, self.num_experts, device=taken.device)
         return loads.scatter_add_(1, taken, torch.ones_like(taken, dtype=loads.dtype))
+
+    @torch.no_grad()
+    def balance(self, loads: Tensor, *, rate: float) -> None:
+        """Raise the biases of experts with fewer tokens than the mean of their layer by `rate`, and lower those with
+        more, for loads [L, E]: the balance without a loss of arXiv:2408.15664."""
+        for bias, of_layer in zip(self._biases, loads, strict=True):
+            assert bias is not None, "a router has no bias to move"
+            bias.add_((rate * (of_layer.mean() - of_layer).sign()).to(bias))
 
     @property
     def disagreement(self) -> Tensor:
@@ -129,6 +138,19 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         children = dict(parent.named_children())
         router = children.get("gate", children.get("router", parent))
         yield parent if isinstance(router, nn.Linear) else router, len(weights[0])
+
+
+def _bias_of(router: nn.Module) -> Tensor | None:
+    """Return what a router adds to scores only to choose by them, [E]; None where it has no such buffer."""
+    return next((x for name, x in router.named_buffers() if name.endswith("e_score_correction_bias")), None)
+
+
+def balance_refusal(model: nn.Module) -> str | None:
+    """Return why biases cannot balance the loads of a model's experts, to follow its name; None where they can."""
+    refusal = routes_refusal(model)
+    if refusal is None and any(_bias_of(router) is None for router, _ in _routers(model)):
+        return "has routers that choose without biases, or train them"
+    return refusal
 
 
 def expert_layers(model: nn.Module) -> list[int]:

@@ -59,7 +59,7 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.policy import adapter_problems
 from spmdrl.model.reward_model import reward_model_problems
-from spmdrl.model.routes import routes_refusal
+from spmdrl.model.routes import balance_refusal, routes_refusal
 from spmdrl.model.tree_attention import tree_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
@@ -499,10 +499,18 @@ def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterato
 
 
 def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
-    if isinstance(cfg, TuningConfig) or cfg.correction.router_replay == "none":
+    if isinstance(cfg, TuningConfig):
+        return
+    replays, rate = cfg.correction.router_replay != "none", cfg.optim.expert_bias_rate
+    if not replays and rate is None:
         return
     model = model_without_memory(policy.config, policy.cfg)
-    if refusal := routes_refusal(model):
+    if rate is not None and (refusal := balance_refusal(model)):
+        yield (
+            f"optim.expert_bias_rate = {rate:g} moves the biases by which experts are chosen, but "
+            f"{policy.config.model_type} {refusal}; remove it"
+        )
+    if replays and (refusal := routes_refusal(model)):
         yield (
             f'correction.router_replay = "{cfg.correction.router_replay}", but {policy.config.model_type} {refusal}; '
             'set it to "none"'

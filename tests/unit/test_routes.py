@@ -25,7 +25,7 @@ from spmdrl.model.layers import replace_layers
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
-from spmdrl.model.routes import FREE, Routers, routes_refusal
+from spmdrl.model.routes import FREE, Routers, balance_refusal, routes_refusal
 from spmdrl.model.sharding import decoder_layers
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.codec import Codec
@@ -280,6 +280,9 @@ def test_models_without_routes_are_refused_by_the_reason(tmp_path: Path) -> None
     for family in FAMILIES:
         assert refusal(config_of(family)) is None
     assert refusal(config_of("olmo2")) == "has no experts"
+    reasons = {one: balance_refusal(model_without_memory(config_of(one), ModelConfig(path="m"))) for one in FAMILIES}
+    with_biases = {one for one, reason in reasons.items() if reason is None}
+    assert {"deepseek_v3", "glm4_moe"} <= with_biases and not {"mixtral", "ernie4_5_moe", "qwen2_moe"} & with_biases
     sparse_mixer = PhimoeConfig(hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_local_experts=4)
     assert refusal(sparse_mixer) == "has a router that does not take the experts of the highest scores"
 
