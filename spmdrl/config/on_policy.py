@@ -30,6 +30,7 @@ def true_on_policy_needs_equal_bits(cfg: Config) -> Iterator[str]:
         _trainer_kernels,
         _stale_weights,
         _merged_adapters,
+        _fewer_bits,
     )
     if broken := list(run_rules(clauses, cfg)):
         yield f"true_on_policy = true, but {'; '.join(broken)}; change that, or remove true_on_policy"
@@ -101,3 +102,8 @@ def _stale_weights(cfg: Config) -> Iterator[str]:
             f"rollout.max_staleness = {cfg.rollout.max_staleness} trains on tokens that other weights sampled, which 0 "
             "does not"
         )
+
+
+def _fewer_bits(cfg: Config) -> Iterator[str]:
+    if fewer := cfg.rollout.fewer_bits:
+        yield f"{fewer} computes with other numbers than the trainer's"

@@ -50,6 +50,14 @@ class RolloutConfig(Section):
     """Capture the decode steps of an SGLang engine in CUDA graphs. Prompts get none, unless `[rollout.sglang]` asks for
     them; colocated engines must then give them back: `cuda_graph_backend_prefill = "full"` there, and `"cuda_graph"` in
     `offload.engine`."""
+    quantization: Literal["fp8"] | None = None
+    """Projections of the engine's attention and MLPs in e4m3, with a float32 scale for each block of 128 x 128 and
+    products in fp8; a refit moves half the bytes. Embeddings, the head, norms, routers, biases and towers stay in
+    `model.compute_dtype`, and so does all of the trainer. The `torch` engine samples with the numbers that the e4m3
+    weights stand for, and saves no memory. Needs a `[correction]`. See `docs/fp8.md`."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Keys and values in an SGLang engine's cache: `auto` is `model.compute_dtype`, the others take half the memory.
+    Needs a `[correction]`. See `docs/fp8.md`."""
     restart_engine: bool = False
     """Restart an SGLang engine that has died, send it the weights, and repeat its unfinished requests. Otherwise its
     death ends the run."""
@@ -84,6 +92,12 @@ class RolloutConfig(Section):
     def oldest_first(self) -> bool:
         """True when rollouts go on across training, and steps train on prompt groups in the order of the prompts."""
         return self.partial and not self.oversample_fraction
+
+    @property
+    def fewer_bits(self) -> str:
+        """The setting by which engines compute with fewer bits than the trainer; "" without one."""
+        settings = {"quantization": self.quantization or "", "kv_cache_dtype": self.kv_cache_dtype.removeprefix("auto")}
+        return " and ".join(f'rollout.{name} = "{value}"' for name, value in settings.items() if value)
 
 
 @rule(RolloutConfig)

@@ -1,4 +1,4 @@
-"""Rules about tokens of older weights, and about what decides which weights sample them."""
+"""Rules about tokens of older or other weights, and about what decides which weights sample them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,51 @@ def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def older_tokens_need_a_correction(cfg: Config) -> Iterator[str]:
-    rollout, correction, loss = cfg.rollout, cfg.correction, cfg.loss
+    rollout = cfg.rollout
     can_be_stale = rollout.partial or rollout.placement == "disaggregated"
-    corrects = correction.kind != "none" or correction.reject != "none" or correction.opsm_delta_nats is not None
-    learns_from_rewards = loss.formula is not None and cfg.advantage.estimator != "none"  # by a loss of ours
-    if not can_be_stale or rollout.max_staleness <= 1 or not learns_from_rewards:
-        return
-    if not corrects and not loss.compares_with_engine:
+    if can_be_stale and rollout.max_staleness > 1 and _corrects_nothing(cfg):
         yield (
             f"rollout.max_staleness = {rollout.max_staleness} trains on tokens that weights so many steps older "
-            'sampled, and nothing corrects for it; set correction.kind = "tis", "icepop" or "mis", correction.reject, '
-            'correction.opsm_delta_nats, or loss.kind = "dppo_tv" or "dppo_kl"; or lower max_staleness to 1'
+            f"sampled, and nothing corrects for it; {_CORRECTIONS}; or lower max_staleness to 1"
+        )
+
+
+_CORRECTIONS = (
+    'set correction.kind = "tis", "icepop" or "mis", correction.reject, correction.opsm_delta_nats, or loss.kind = '
+    '"dppo_tv" or "dppo_kl"'
+)
+
+
+def _corrects_nothing(cfg: Config) -> bool:
+    """Return True for a run that learns from rewards by a loss of ours, as if its own weights had sampled."""
+    correction, loss = cfg.correction, cfg.loss
+    corrects = correction.kind != "none" or correction.reject != "none" or correction.opsm_delta_nats is not None
+    learns_from_rewards = loss.formula is not None and cfg.advantage.estimator != "none"
+    return learns_from_rewards and not corrects and not loss.compares_with_engine
+
+
+@rule(Config)
+def fewer_bits_need_a_correction(cfg: Config) -> Iterator[str]:
+    if not (fewer := cfg.rollout.fewer_bits):
+        return
+    if cfg.correction.old == "rollout":
+        yield (
+            f'correction.old = "rollout" takes what the engine says for what the trainer says, but with {fewer} it '
+            'says something else; set correction.old = "trainer"'
+        )
+    elif _corrects_nothing(cfg):
+        yield (
+            f"{fewer} samples with other numbers than the trainer's, and nothing corrects for it; {_CORRECTIONS}; or "
+            f"remove it"
+        )
+
+
+@rule(Config)
+def quantized_engines_take_whole_weights(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.quantization is not None and cfg.lora is not None:
+        yield (
+            f'rollout.quantization = "{cfg.rollout.quantization}" sends whole weights in few bits, to which [lora] '
+            "adds adapters that were not tried with it; remove one of them"
         )
 
 

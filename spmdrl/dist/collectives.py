@@ -30,6 +30,12 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return total
 
 
+def largest_over(mesh: DeviceMesh, values: Tensor) -> None:
+    """Overwrite each of these values with the largest that a rank of the mesh has."""
+    if mesh.size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.get_group())
+
+
 def any_rank(mesh: DeviceMesh, flag: bool) -> bool:
     """Return True on every rank if `flag` is True on any; on the host, like `host_barrier`."""
     if mesh.size() == 1:

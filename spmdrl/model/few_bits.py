@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config.strict import read_json
+from spmdrl.model.fp8 import dequantized
 from spmdrl.types import UserError
 
 READABLE = ("mxfp4", "fp8")
@@ -162,11 +163,8 @@ class _Fp8(_Bfloat16):
         """Return [..., outputs, inputs]."""
         *others, outputs, inputs = _ranges(index, self.get_shape())
         rows, columns = (_blocks_of(one, size) for one, size in zip((outputs, inputs), self.block, strict=True))
-        scale = self.scale[_slices([*others, rows, columns])].float()
-        for dim, numbers, blocks, size in ((-2, outputs, rows, self.block[0]), (-1, inputs, columns, self.block[1])):
-            places = torch.arange(numbers.start, numbers.stop) // size - blocks.start
-            scale = scale.index_select(dim, places)
-        return (self.weight[_slices([*others, outputs, inputs])].float() * scale).bfloat16()
+        weight, scale = self.weight[_slices([*others, outputs, inputs])], self.scale[_slices([*others, rows, columns])]
+        return dequantized(weight, scale, (outputs.start, inputs.start), self.block).bfloat16()
 
 
 @dataclass(frozen=True, slots=True)

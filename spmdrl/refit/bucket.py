@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 
 Interval = tuple[int, int]  # first index, end
+Box = tuple[slice, ...]
 Grid = tuple[list[int], list[int], tuple[int | slice, ...]]  # see `ParameterLayout._grid`
 
 
@@ -54,16 +55,18 @@ class ParameterLayout:
             to.copy_(by_rank.reshape(to.shape), non_blocking=True)
             return
         for rank, part in enumerate(parts):
-            self._place(whole, part, self._runs(rank))
+            shape = [*map(_length, self._runs(rank))]
+            local = part[: math.prod(shape)].view(shape)
+            for to, source in self.boxes(rank):
+                whole[to].copy_(local[source], non_blocking=True)
 
-    def _place(self, whole: Tensor, part: Tensor, runs: list[list[Interval]]) -> None:
-        """Copy one rank's part to the indices in its `runs`, one list for each dimension."""
-        local_shape = [*map(_length, runs)]
-        local = part[: math.prod(local_shape)].view(local_shape)
-        for box in itertools.product(*map(_with_offsets, runs)):
-            to = tuple(slice(start, end) for (start, end), _ in box)
-            source = tuple(slice(offset, offset + end - start) for (start, end), offset in box)
-            whole[to].copy_(local[source], non_blocking=True)
+    def boxes(self, rank: int) -> Iterator[tuple[Box, Box]]:
+        """Yield each box of indices that a rank holds: its place in the whole tensor, and in the rank's part."""
+        for box in itertools.product(*map(_with_offsets, self._runs(rank))):
+            yield (
+                tuple(slice(start, end) for (start, end), _ in box),
+                tuple(slice(offset, offset + end - start) for (start, end), offset in box),
+            )
 
     def _runs(self, rank: int) -> list[list[Interval]]:
         """Return the indices of each dimension that a rank holds, as runs in the order of its memory."""
@@ -254,6 +257,8 @@ def bucket_of(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
 
 
 def _fused_name(name: str) -> str:
+    """Name what is loaded together: weights that engines fuse, each with the scales of its blocks (`model/fp8.py`)."""
+    name = name.removesuffix("_scale_inv")
     for names in _LOADED_TOGETHER:
         name = re.sub(rf"\b({'|'.join(names)})\b", "+".join(names), name)
     return name

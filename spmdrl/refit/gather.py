@@ -14,11 +14,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat
 from spmdrl.families import family_of
+from spmdrl.model.fp8 import SCALES, scales_shape
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
 from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets, splits_of
+from spmdrl.refit.quantize import Quantizer, takes_blocks, with_scales
 from spmdrl.refit.sink import Naming
 
 
@@ -38,8 +40,10 @@ class Gatherer:
         bucket_bytes: int,
         naming: Naming,
         merge: bool = False,
+        quantize: bool = False,
     ) -> None:
-        """`merge` adds what adapters change, in float32, to each weight once it is whole."""
+        """`merge` adds what adapters change, in float32, to each weight once it is whole. `quantize` gathers
+        projections in e4m3, each followed by the scales of its blocks."""
         self._policy, self._model = policy, policy.model
         self._mesh = mesh
         self._change_of = policy.change_of if merge else _no_change
@@ -50,8 +54,11 @@ class Gatherer:
         self._owners = {name: _owner(self._model, name) for name in tensors}
         layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}
         self._quantized = {name: layer for name, layer in layers.items() if tensors[name] is layer.weight}
-        weights = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
-        changing, staying = divide_frozen(weights, _staying(policy, tensors, merge=merge))
+        plain = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
+        weights = [part for weight in plain for part in self._as_sent(weight, naming, quantize=quantize)]
+        self._quantizer = Quantizer(mesh, dtype=dtype)
+        frozen = _staying(policy, tensors, merge=merge)
+        changing, staying = divide_frozen(weights, frozen | {name + SCALES for name in frozen})
         self.changing: tuple[Bucket, ...] = plan_buckets(changing, bucket_bytes=bucket_bytes)  # without what is frozen
         staying_buckets = plan_buckets(staying, bucket_bytes=bucket_bytes)
         self.buckets = self.changing + staying_buckets if staying else self.changing
@@ -66,7 +73,8 @@ class Gatherer:
         Host memory is complete when this returns; device memory is complete in the order of the current stream.
         """
         reshard(self._policy)
-        tensors = {weight.name: self._local(weight.name) for weight in bucket.weights}
+        tensors = {weight.name: self._local(weight.name) for weight in bucket.weights if weight.name in self._owners}
+        tensors |= self._quantizer(bucket, tensors)
         shards = self._gather(bucket, tensors)
         wholes = [
             entries[0].view(flat) if weight.is_in_place else self._new(weight)
@@ -84,10 +92,27 @@ class Gatherer:
             if (change := self._change_of(weight.name)) is not None:
                 whole.copy_(change.add_(whole.to(change.device)))  # where an engine opens host memory, it is there
             if not weight.is_in_place:
-                parts = _as_in_files(self._model, weight.name, whole)
+                parts = self._parts(weight.name, whole)
                 copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
+
+    def _as_sent(self, weight: Weight, naming: Naming, *, quantize: bool) -> Iterator[Weight]:
+        """Yield the weight, in e4m3 with its scales where it is quantized."""
+        if not (quantize and takes_blocks(weight)):
+            yield weight
+            return
+        scales = {weight.name: torch.empty(scales_shape(weight.shape), device="meta")}
+        if naming == "checkpoint":
+            scales = _as_in_files(self._model, weight.name, scales[weight.name])
+        yield from with_scales(weight, {name: part.shape for name, part in scales.items()})
+
+    def _parts(self, name: str, whole: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the model's files that a weight, or the scales of one, were made of."""
+        if name in self._owners:
+            return _as_in_files(self._model, name, whole)
+        parts = _as_in_files(self._model, name.removesuffix(SCALES), whole)
+        return {part + SCALES: value for part, value in parts.items()}
 
     def whole_tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield each bucket's (name, full tensor) pairs, on the mesh's device; valid until the next bucket."""

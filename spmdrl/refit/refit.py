@@ -39,8 +39,10 @@ class Refit:
         *,
         dtype: torch.dtype,
         merge: bool = False,
+        quantize: bool = False,
     ) -> None:
-        """`merge` gives the engine weights with what adapters add to them."""
+        """`merge` gives the engine weights with what adapters add to them; `quantize` gives it projections in e4m3 with
+        scales of blocks."""
         self._engine = engine
         self._mesh = meshes.training
         self._gatherer = Gatherer(
@@ -50,6 +52,7 @@ class Refit:
             bucket_bytes=bucket_bytes(cfg, device_bytes=device_bytes() if engine.device.type == "cuda" else None),
             naming=engine.naming,
             merge=merge,
+            quantize=quantize,
         )
         self._buffers = [engine.allocate(self._gatherer.largest_bytes) for _ in range(2)]
         self._verify = cfg.verify
@@ -161,7 +164,8 @@ class AdapterRefit:
 def make_refit(policy: Policy, engine: WeightSink, meshes: Meshes, cfg: Config, *, dtype: torch.dtype) -> Refitting:
     """Make what refits the engine: with all weights, or with adapters alone where the policy has some and `lora.merge`
     does not put them into its weights."""
-    whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype, merge=cfg.merges_adapters)
+    quantize = cfg.rollout.quantization == "fp8"
+    whole = Refit(policy, engine, meshes, cfg.refit, dtype=dtype, merge=cfg.merges_adapters, quantize=quantize)
     if not cfg.sends_adapters:
         return whole
     assert policy.adapters is not None

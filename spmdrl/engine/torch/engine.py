@@ -14,7 +14,7 @@ It starts in a second and runs wherever torch does. Other engines are tested aga
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from spmdrl.engine.torch.cache import bytes_per_token
 from spmdrl.engine.torch.runner import ModelRunner
 from spmdrl.engine.torch.scheduler import ASK_AGAIN_TOKENS, CachedPrefix, PrefixCache, RequestState, Scheduler
 from spmdrl.model.attention import Kernel
+from spmdrl.model.fp8 import SCALES, as_numbers
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
@@ -122,7 +123,7 @@ class TorchEngine(RolloutEngine):
             run.meshes,
             naming=cls.naming,
             group=None if weights is None else weights.get_group(),
-            digests=lambda whole: [digests({name: [tensor] for name, tensor in whole.items()})],
+            digests=lambda whole: [_digests(whole, run.dtype)],
             device=run.device,
         )
 
@@ -243,14 +244,14 @@ class TorchEngine(RolloutEngine):
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         super().begin_update(buckets, buffers, version=version)
-        self._missing |= {entry.name for bucket in buckets for entry in bucket.flat_entries}
+        self._missing |= {entry.name.removesuffix(SCALES) for bucket in buckets for entry in bucket.flat_entries}
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
 
     @torch.no_grad()
     def load(self, number: int) -> None:
         # There is nothing to wait for: what follows on this device comes after the copy.
-        tensors = dict(self.tensors(number))
+        tensors = as_numbers(dict(self.tensors(number)), self.model.dtype)
         copy_all([self.weights[name] for name in tensors], list(tensors.values()))
         self._missing -= tensors.keys()
 
@@ -276,7 +277,7 @@ class TorchEngine(RolloutEngine):
         return [name for name in given if given[name] != found[name]]
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
-        return digests({entry.name: [entry.view(flat)] for entry in bucket.flat_entries})
+        return _digests({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self.model.dtype)
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         self._expected |= expected  # what a refit leaves out must stay as it was
@@ -291,6 +292,11 @@ class TorchEngine(RolloutEngine):
 def _followed(running: Sequence[RequestState]) -> list[int]:
     """The rows of finished requests that another one may follow."""
     return [row for row, state in enumerate(running) if state.finish_reason in state.request.cache_on_finish]
+
+
+def _digests(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, str]:
+    """Digest what the engine must hold after loading these tensors of a bucket."""
+    return digests({name: [tensor] for name, tensor in as_numbers(tensors, dtype).items()})
 
 
 def _settings(run: Launch[Config]) -> dict[str, Any]:
