@@ -1,13 +1,15 @@
 """Train with a mismatched engine, with and without corrections: runs, their curves, and a picture of them.
 
     python benchmarks/mismatch.py --model runs/demo-...-sft/hf     minutes a run; finished runs are not repeated
+    python benchmarks/mismatch.py --variants "fp8" "fp8 with TIS" "exact engine" --seeds 1 --runs runs/fp8 \
+        --result benchmarks/results/fp8.json --picture docs/images/fp8.svg run.num_steps=100
     python benchmarks/mismatch.py --draw-only
 
 MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks, once for each variant and seed: with
 the engine of `noisy_engine.py` without correction, with TIS and with MIS, and with an exact one. Without correction is
 what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and ignores the
-engine's. Writes benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg; prints one JSON
-object: `result` and `picture` (the files), `runs` (how many), `accuracy` (the last one of each).
+engine's. With "fp8" the engine samples with the numbers that e4m3 weights stand for (`rollout.quantization`). Writes
+benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg; prints one JSON object: `result` and `picture` (the files), `runs` (how many), `accuracy` (the last one of each).
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # settings
     "exact engine": (),
 }
 COLORS = dict(zip(VARIANTS, (RUN_COLORS[1], RUN_COLORS[0], RUN_COLORS[2], FAINT_INK), strict=True))
+FP8 = "rollout.quantization=fp8"
+NEVER_BINDS = ("correction.reject=sequence", "correction.reject_low=1e-30", "correction.reject_high=1e30")
+OF_FP8 = {"fp8": (FP8, *NEVER_BINDS), "fp8 with TIS": (FP8, *VARIANTS["TIS"][1:])}
+COLORS |= {"fp8": COLORS["no correction"], "fp8 with TIS": COLORS["TIS"]}
 METRICS = {  # of the result: of metrics.jsonl
     "reward": "reward/mean",
     "k3_nats": "mismatch/k3_nats",
@@ -74,7 +80,7 @@ def main() -> None:
     """Train what was asked for and is not there yet, write the result, draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "runs/demo-sft/hf", help="the warm start of `make demo`")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS | OF_FP8, default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/mismatch", help="where run folders are made")
     parser.add_argument("--draw-only", action="store_true", help="draw the result that is there")
@@ -108,7 +114,7 @@ def train(variant: str, seed: int, model: Path, folder: RunFolder, settings: Seq
 
 def command(variant: str, seed: int) -> list[str]:
     """Make the arguments for Python, without the places of model and run."""
-    return ["-m", "spmdrl.train", "configs/demo.toml", *SETTINGS, *VARIANTS[variant], f"run.seed={seed}"]
+    return ["-m", "spmdrl.train", "configs/demo.toml", *SETTINGS, *(VARIANTS | OF_FP8)[variant], f"run.seed={seed}"]
 
 
 def finished(folder: RunFolder) -> bool:
@@ -128,9 +134,9 @@ def call(*command: str) -> None:
 
 def write_result(path: Path, runs: Path, origin: Json) -> None:
     """Write the curves of all finished runs with what they were measured on."""
-    places = [(variant, seed) for variant in VARIANTS for seed in range(MAX_SEEDS)]
+    places = [(variant, seed) for variant in VARIANTS | OF_FP8 for seed in range(MAX_SEEDS)]
     content = {
-        "about": "reward and held-out accuracy of runs whose engine samples with perturbed weights",
+        "about": "reward and held-out accuracy of runs whose engine samples with other weights",
         **origin,
         "noise": NoisyEngine.noise,
         "runs": [

@@ -93,7 +93,7 @@ class Gatherer:
                 whole.copy_(change.add_(whole.to(change.device)))  # where an engine opens host memory, it is there
             if not weight.is_in_place:
                 parts = self._parts(weight.name, whole)
-                copy_all([entry.view(flat) for entry in entries], [parts[entry.name] for entry in entries])
+                copy_all([entry.view(flat) for entry in entries], [parts[x.name].view(x.shape) for x in entries])
         if self._mesh.device_type == "cuda" and not flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # readers of host memory do not wait for the device
 

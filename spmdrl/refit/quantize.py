@@ -19,14 +19,19 @@ def with_scales(weight: Weight, scales_sent_as: Mapping[str, torch.Size]) -> Ite
     """Yield a weight as it is sent in e4m3, and its scales, given the shapes of the scales' parts by the weight's own
     names. Raises UserError where a block would belong to two of the tensors that it is sent as."""
     for name, shape in weight.sent_as:
-        if scales_sent_as.get(name) != scales_shape(shape):
+        if _longer_than_one(scales_sent_as[name]) != _longer_than_one(scales_shape(shape)):
             raise UserError(
                 f'rollout.quantization = "fp8": {name} {list(shape)} is a part of {weight.name} {list(weight.shape)} '
                 "whose blocks of 128 x 128 are not blocks of the part; remove rollout.quantization"
             )
     yield replace(weight, dtype=DTYPE)
-    sent_as = tuple((name + SCALES, shape) for name, shape in scales_sent_as.items())
+    sent_as = tuple((name + SCALES, scales_shape(shape)) for name, shape in weight.sent_as)
     yield Weight(weight.name + SCALES, scales_shape(weight.shape), torch.float32, (), sent_as)
+
+
+def _longer_than_one(shape: torch.Size) -> list[int]:
+    """transformers leaves out dimensions of one index when it takes experts apart."""
+    return [size for size in shape if size > 1]
 
 
 def takes_blocks(weight: Weight) -> bool:

@@ -25,7 +25,7 @@ import torch
 
 from spmdrl.engine.sglang import options as sglang_options
 from spmdrl.engine.sglang.surroundings import STARTUP
-from tests.helpers import sglang_delta_net
+from tests.helpers import sglang_delta_net, sglang_fp8
 from tests.helpers.ranks import run_ranks
 
 START_LIMIT_S = 240.0  # two cores that are busy with other things
@@ -85,5 +85,6 @@ def _wait_and_run(pipe: Connection, owner: int) -> None:
     runpy.run_path(str(STARTUP / "sitecustomize.py"))
     if not torch.cuda.is_available():
         sglang_delta_net.install()
+        sglang_fp8.install()
     target, arguments, options = pickle.loads(work)
     target(*arguments, **options)

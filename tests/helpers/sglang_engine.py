@@ -38,6 +38,7 @@ def settings(
     *,
     refit: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    correction: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Config:
     """A run of the model in `path` with SGLang; buckets so small that there are many."""
@@ -46,6 +47,7 @@ def settings(
             "run": {"name": "engine", "num_steps": 1},
             "model": {"path": path, "logits_chunk_tokens": 16},
             "lora": lora,
+            "correction": correction or {},
             "data": {"max_prompt_tokens": 32, "sources": [{"kind": "reasoning_gym", "task": "chain_sum"}]},
             "rollout": {
                 "engine": "sglang",

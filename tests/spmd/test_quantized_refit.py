@@ -1,4 +1,4 @@
-"""Weights that are quantized while they are gathered: the bytes of one rank on any number of ranks, and the engine's."""
+"""Weights that are quantized while they are gathered: any number of ranks sends the bytes of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 40,
 }
-EXPERTS = {"vocab_size": 98, "hidden_size": 136, "head_dim": 32, "moe_intermediate_size": 128, "num_experts": 4, "num_hidden_layers": 1}
+EXPERTS = {
+    "vocab_size": 98,
+    "hidden_size": 136,
+    "head_dim": 32,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_hidden_layers": 1,
+}
 Sent = dict[str, tuple[str, list[int], str]]  # dtype, shape and digest, by name
 
 
@@ -80,7 +87,7 @@ def refits(path: str) -> str:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         config = AutoConfig.from_pretrained(path)
-        engine = TorchEngine(config, device=world.device, dtype=torch.float32, kernel="sdpa", max_running=4)
+        engine = TorchEngine(config, device=world.device, dtype=torch.bfloat16, kernel="sdpa", max_running=4)
         cfg = RefitConfig(bucket_bytes=2**16, verify="every")
         refit = Refit(policy, engine, meshes, cfg, dtype=torch.bfloat16, quantize=True)
         for version in range(2):
@@ -93,7 +100,7 @@ def refits(path: str) -> str:
                 if fp8.is_quantized(name, whole.ndim):
                     maxima = fp8.block_maxima(whole)
                     expected = fp8.dequantized(fp8.quantized(whole, maxima), fp8.scales_of(maxima))
-                assert torch.equal(engine.weights[name], expected.float()), name
+                assert torch.equal(engine.weights[name], expected.bfloat16()), name
         load = engine.load
 
         def corrupt(number: int) -> None:

@@ -37,6 +37,7 @@ from spmdrl.engine.remote import FIRST, ORDERS, RemoteEngine
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
+from spmdrl.engine.sglang.fewer_bits import require_same_list
 from spmdrl.engine.sglang.images import image_fields
 from spmdrl.engine.sglang.layout import TpShard, sharded_parts, sharded_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
@@ -89,7 +90,8 @@ class SGLangEngine(RolloutEngine):
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
-        self._questions = sglang_loader.DigestRequests(Path(self._folder.name))
+        self._list = Path(self._folder.name, "scales.json")  # the engine's own weights in e4m3
+        self._questions = sglang_loader.DigestRequests(Path(tempfile.mkdtemp(dir=self._folder.name)))
         self._expected: dict[str, str] = {}  # digests, of all refits
         self._asked: set[str] = set()  # weights of this refit whose digests are asked for
         self._loading: Future[Any] | None = None
@@ -159,7 +161,8 @@ class SGLangEngine(RolloutEngine):
     def _start(self) -> SGLangProcess:
         options = self._options
         arguments = {**options.arguments, "mem_fraction_static": self._fraction()}
-        process = SGLangProcess(arguments, environment=options.environment, owner=options.owner)
+        environment = {**options.environment, sglang_loader.LIST_VARIABLE: str(self._list)}
+        process = SGLangProcess(arguments, environment=environment, owner=options.owner)
         if process.longest_tokens < options.longest_tokens:
             process.close()
             # SGLang would cut responses short and say that they reached their length.
@@ -282,9 +285,18 @@ class SGLangEngine(RolloutEngine):
         # Anew for each refit: a handle to host memory counts how often it was opened, and may be opened once.
         mine = [sglang_process.serialized(*parcel) for parcel in self._parcels]
         self._payloads = gather_objects(self._mesh, mine)
+        self._open_update()
+
+    def _open_update(self) -> None:
+        """Raise UserError on every rank of the engine where its first refit would send another list of weights in e4m3
+        than it has."""
         if self._process is not None:
             with _death_reported_later():
                 self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+        if self.version < 0:
+            with raise_on_all_ranks(self._mesh):
+                if self._process is not None and not self._process.is_dead():
+                    require_same_list(self._list, self._buckets, self._share)
 
     def _parcel(self, number: int) -> tuple[str, sglang_process.Handle]:
         bucket, buffer = self._buckets[number], number % len(self._buffers)
@@ -448,7 +460,8 @@ def _whole_span(version: int, num_tokens: int) -> Iterator[Span]:
 
 
 GROUP_NAME = "spmdrl_weights"
-_DERIVED = ".gemma_weight"  # what norms compute from their weight, which has a checksum of its own
+# What norms compute from their weight, which has a checksum of its own; scales of keys and values, which are 1.
+_NOT_SENT = (".gemma_weight", ".attn.k_scale", ".attn.v_scale")
 
 
 def backend_for(device_type: str) -> str:
@@ -479,8 +492,7 @@ class DisaggregatedSGLangEngine(SGLangEngine):
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         self._settle()
         self._buckets, self._next_version = buckets, version
-        if self._process is not None:
-            self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
+        self._open_update()
 
     def load(self, number: int) -> None:
         """The last bucket carries the version and drops the cache of the old weights."""
@@ -517,7 +529,7 @@ class DisaggregatedSGLangEngine(SGLangEngine):
             name
             for rank, expectation in enumerate(expectations)
             for name in expectation.keys() | checksums[rank].keys()
-            if expectation.get(name) != checksums[rank].get(name) and not name.endswith(_DERIVED)
+            if expectation.get(name) != checksums[rank].get(name) and not name.endswith(_NOT_SENT)
         )
 
 

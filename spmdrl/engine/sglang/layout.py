@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from spmdrl.engine.sglang.models import is_hybrid
 from spmdrl.families import family_of
+from spmdrl.model.fp8 import BLOCK, SCALES
 
 # SGLang pads with zeros: embeddings and heads to a multiple of rows, and on a CPU also the MLP's inner size, to a
 # multiple for each device.
@@ -37,7 +38,7 @@ _FUSED = {
 }
 # What Phi-3's and GLM-4's checkpoints have fused already, and the parts that are cut one by one.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight(_scale_inv)?)$")
 _NO_EXPERT = -1  # the number of what is not an expert's
 _CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "linear_fc1", "to merge"} | {
     "in_proj_qkvz",
@@ -53,6 +54,8 @@ _VOCABULARY = {"embed_tokens", "lm_head", "pos_embed"}  # the last is the table 
 # Rows of queries, keys and values, each cut by itself; and parameters of gated delta nets.
 _CUT_BY_PARTS = {"in_proj_qkv", "conv1d", "qkv"}
 _OF_HEADS = {"A_log", "dt_bias"}
+_SCALES = f"weight{SCALES}"
+_MATRICES = {"weight", _SCALES}
 _ALWAYS_WIDE = "A_log"  # float32 in SGLang
 # Of towers: modules whose own names do not say how they are cut.
 _TOWER = {
@@ -148,8 +151,8 @@ def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int,
     fused: dict[str, dict[int, list[Tensor]]] = {}
     for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
         if expert := _EXPERT.match(name):
-            number, module, kind = int(expert[2]), f"{expert[3]}_proj", "weight"
-            engine_name = f"{expert[1]}.{'w2_weight' if expert[3] == 'down' else 'w13_weight'}"
+            number, module, kind = int(expert[2]), f"{expert[3]}_proj", expert[4]
+            engine_name = f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_{expert[4]}"
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
             number, engine_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
@@ -171,7 +174,8 @@ def _unfused(name: str, tensor: Tensor, share: TpShard) -> Iterator[tuple[str, T
     if module not in _PARTS:
         yield name, tensor
         return
-    parts = tensor.split(share.attention_rows) if module == "qkv_proj" else tensor.chunk(2)
+    rows = [size // BLOCK if kind == _SCALES else size for size in share.attention_rows]
+    parts = tensor.split(rows) if module == "qkv_proj" else tensor.chunk(2)
     for part_name, part in zip(_PARTS[module], parts, strict=True):
         yield ".".join([*prefix, part_name, kind]), part
 
@@ -194,10 +198,11 @@ def _cut(module: str, kind: str, tensor: Tensor, share: TpShard) -> Tensor:
         pieces = min(share.size, share.num_key_value_heads)  # with more devices than heads, several have the same head
         return tensor.chunk(pieces)[share.rank * pieces // share.size]
     by_rows = module in _CUT_BY_ROWS or module in _CUT_BY_PARTS or kind in _OF_HEADS
-    dim = 0 if by_rows else 1 if module in _CUT_BY_COLUMNS and kind == "weight" else None
+    dim = 0 if by_rows else 1 if module in _CUT_BY_COLUMNS and kind in _MATRICES else None
     if dim is None:
         return tensor
-    multiple = share.inner_multiple if module in _INNER else share.size
+    # Nothing is padded in few bits: blocks divide what a device has.
+    multiple = share.inner_multiple if module in _INNER and kind != _SCALES else share.size
     return _padded(tensor, dim, multiple).chunk(share.size, dim)[share.rank]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spmdrl.model.fp8 import SCALES
 from spmdrl.refit.bucket import Bucket, Entry
 from spmdrl.refit.digest import digests
 
@@ -252,6 +253,7 @@ def _are_disjoint(intervals: Iterable[Interval]) -> bool:
 
 
 PATH = f"{__name__}.load_bucket"  # by which SGLang finds it
+LIST_VARIABLE = "SPMDRL_SCALES"  # of the engine's processes: the file for `note_scales`
 
 _open: dict[int, Tensor] = {}  # the trainer's buffers, by number; while a tensor lives, torch does not open it again
 _copies: dict[tuple[int, str], CopyPlan] = {}  # by model and description
@@ -318,6 +320,12 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
         torch.cuda.current_stream().synchronize()
 
 
+def note_scales(model: nn.Module, file: Path) -> None:
+    """Write the names of a model's scales of blocks, which are its list of weights in e4m3."""
+    names = [name for name, _ in model.named_parameters() if name.endswith(SCALES)]
+    file.write_text(json.dumps(names), encoding="utf-8")
+
+
 def _answer(model: Any, question: Path) -> None:
     """Write the digests of the weights that are asked for, if any are."""
     try:
@@ -325,9 +333,15 @@ def _answer(model: Any, question: Path) -> None:
     except FileNotFoundError:
         return
     weights = dict(model.named_parameters()) | _persistent_buffers(model)
+    weights = {name: tensor for name, tensor in weights.items() if not _is_unit_scale(name, tensor)}
     asked = digests({name: [weights[name]] for name in names if name in weights})
     answer = dict.fromkeys(weights, "") | asked
     question.with_suffix(".digests").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _is_unit_scale(name: str, tensor: Tensor) -> bool:
+    """Return True for what keys or values in few bits are multiplied with where that is 1; no checkpoint has it."""
+    return name.endswith((".attn.k_scale", ".attn.v_scale")) and tensor.item() == 1
 
 
 def _persistent_buffers(model: Any) -> dict[str, Tensor]:

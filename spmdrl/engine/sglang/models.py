@@ -14,6 +14,7 @@ from spmdrl.config import Config
 from spmdrl.config.strict import read_json
 from spmdrl.families import family_of
 from spmdrl.model.few_bits import quantization_of
+from spmdrl.model.fp8 import BLOCK
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
 # Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them.
@@ -107,6 +108,10 @@ def config_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     known = _hybrid_settings(model_config) if is_hybrid(model_config) else {}
     if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they stand for
         known["quantization_config"] = None
+    if cfg.rollout.quantization is not None:
+        # What a checkpoint in e4m3 says, by which SGLang makes its layers: a weight and `weight_scale_inv` each.
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        known["quantization_config"] = blocks
     if not known:
         return {}
     given = json.loads(cfg.rollout.sglang.get("json_model_override_args", "{}"))

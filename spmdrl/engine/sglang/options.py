@@ -21,6 +21,7 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
+from spmdrl.engine.sglang.fewer_bits import fewer_bits_arguments, fewer_bits_problems
 from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import (
@@ -56,6 +57,8 @@ _OTHER_SETTING = {
     "rl_on_policy_target": "true_on_policy",
     "enable_return_routed_experts": "correction.router_replay",
     "disable_cuda_graph": "rollout.cuda_graphs",
+    "quantization": "rollout.quantization",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
     "enable_memory_saver": "offload.engine",
     "enable_weights_cpu_backup": "offload.engine",
     "enable_lora": "[lora]",
@@ -138,6 +141,7 @@ def sglang_problems(
     yield from hybrid_problems(cfg, model_config, device_type=device_type)
     yield from image_problems(cfg, model_config)
     yield from route_problems(cfg, model_config)
+    yield from fewer_bits_problems(cfg, model_config, device_type=device_type)
     yield from rotary_problems(cfg.model.path, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
@@ -313,6 +317,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         sampling_backend="pytorch" if on_cpu else None,
         grammar_backend="none" if on_cpu else None,
     )
+    arguments |= fewer_bits_arguments(cfg, device_type=world.device.type)
     arguments |= adapter_arguments(cfg, plan, device_type=world.device.type)
     arguments |= hybrid_arguments(model_config) | image_arguments(model_config)
     if cfg.true_on_policy:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
+from spmdrl.engine.sglang import loader
 from spmdrl.engine.sglang.layout import DIGEST, MISMATCH
 from spmdrl.engine.sglang.surroundings import stand_ins
 from spmdrl.refit.digest import digest, digests
@@ -44,6 +47,7 @@ def compute_without_pinning() -> None:
 
 def add_hooks() -> None:
     """Register what SGLang shall call beside its own functions in this process."""
+    HookRegistry.register(f"{_SCHEDULER}.run_event_loop", note_scales, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", forget_what_is_loaded, HookType.BEFORE)
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.end_weight_update", forget_image_features, HookType.AFTER)
@@ -58,6 +62,12 @@ def forget_what_is_loaded(_scheduler: Any) -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def note_scales(scheduler: Any) -> None:
+    """Write the engine's list of weights in e4m3 where the trainer compares it with its own."""
+    if file := os.environ.get(loader.LIST_VARIABLE):
+        loader.note_scales(scheduler.tp_worker.model_runner.model, Path(file))
 
 
 def refuse_what_differs(

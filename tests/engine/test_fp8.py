@@ -1,0 +1,130 @@
+"""SGLang with weights in e4m3: its own quantizer's numbers, its own list and layout of weights, and refits of them.
+
+Its layers compute in torch here: `tests/helpers/sglang_fp8.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from spmdrl.engine.sglang.process import import_sglang
+from spmdrl.model import fp8
+from spmdrl.model.policy import Policy
+from spmdrl.refit.refit import RefitMismatch
+from spmdrl.types import UserError
+from tests.helpers.engine_ranks import run_engine_ranks
+from tests.helpers.models import save_qwen3, save_qwen3_moe
+from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings, worst_difference
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+}
+EXPERTS = SIZES | {"moe_intermediate_size": 256, "num_experts": 4}
+FP8 = {"quantization": "fp8"}
+CORRECTION = {"kind": "tis"}
+
+
+def worst_against_sglang() -> list[tuple[Any, ...]]:
+    """Return the shapes and dtypes whose bits differ from those of SGLang's own functions."""
+    import_sglang()
+    from sglang.benchmark.deepseek_utils import per_block_cast_to_fp8
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    differing = []
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((128, 128), (256, 384), (200, 300), (1, 5)):
+            weight = (torch.randn(shape, generator=generator).exp() - 1).to(dtype)
+            numbers, scales = per_block_cast_to_fp8(weight)
+            maxima = fp8.block_maxima(weight)
+            stands_for = block_quant_dequant(numbers, scales, [128, 128], dtype)
+            same = (
+                torch.equal(fp8.quantized(weight, maxima).view(torch.uint8), numbers.view(torch.uint8)),
+                torch.equal(fp8.scales_of(maxima), scales),
+                torch.equal(fp8.as_numbers({"w": numbers, "w_scale_inv": scales}, dtype)["w"], stands_for),
+            )
+            if not all(same):
+                differing.append((shape, dtype, same))
+    return differing
+
+
+@torch.no_grad()
+def stand_for_e4m3(policy: Policy) -> None:
+    """Give the policy the weights that its engine has."""
+    for name, parameter in policy.model.named_parameters():
+        if fp8.is_quantized(name, parameter.ndim):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            maxima = fp8.block_maxima(whole)
+            numbers = fp8.dequantized(fp8.quantized(whole, maxima), fp8.scales_of(maxima))
+            if isinstance(parameter, DTensor):
+                numbers = distribute_tensor(numbers, parameter.device_mesh, parameter.placements)
+            parameter.copy_(numbers)
+
+
+def refits(path: str, num_ranks: int) -> dict[str, Any]:
+    """Refit one engine of all ranks twice; its log-probabilities, and its answer to a bit that falls over."""
+    found: dict[str, Any] = {"sglang": worst_against_sglang()}
+    cfg = settings(path, num_ranks, tp_size=num_ranks, max_running=10, correction=CORRECTION, **FP8)
+    with rank_with_engine(cfg) as rank:
+        for version in range(3):  # the second and third repeat the copies of the first
+            change(rank.policy, 0.02)
+            rank.refit(version=version)  # compares every weight by digest
+        rank.engine.wake()
+        asked = [greedy(ids, 8) for ids in prompts(6)]
+        said = answers(rank.engine, asked)
+        found["without"] = worst_difference(rank, asked, said)
+        stand_for_e4m3(rank.policy)
+        found["with"] = worst_difference(rank, asked, said)
+        load = rank.engine.load
+
+        def corrupt(number: int) -> None:
+            rank.engine._buffers[number % 2][rank.engine._buckets[number].num_bytes - 1] ^= 1
+            load(number)
+
+        rank.engine.load = corrupt  # type: ignore[method-assign]
+        try:
+            rank.refit(version=3)
+        except RefitMismatch as error:
+            found["corrupt"] = str(error)
+    return found
+
+
+def other_list(path: str) -> str:
+    """Start an engine whose list of weights in e4m3 is another."""
+    fp8.is_quantized, before = (lambda name, ndim: before(name, ndim) and "down_proj" not in name), fp8.is_quantized
+    import spmdrl.refit.quantize as room
+
+    room.is_quantized = fp8.is_quantized
+    try:
+        with rank_with_engine(settings(path, 1, correction=CORRECTION, **FP8)) as rank:
+            rank.refit(version=0)
+    except UserError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sglang_holds_the_integers_that_were_sent(tmp_path: Path, experts: bool, num_ranks: int) -> None:
+    path = save_qwen3_moe(tmp_path, **EXPERTS) if experts else save_qwen3(tmp_path, **SIZES)
+    for found in run_engine_ranks(num_ranks, refits, path, num_ranks):
+        assert found["sglang"] == []
+        assert "does not hold the trainer's weights" in found["corrupt"]
+        print(found)
+
+
+def test_another_list_of_weights_is_refused(tmp_path: Path) -> None:
+    (said,) = run_engine_ranks(1, other_list, save_qwen3(tmp_path, **SIZES))
+    assert said == (
+        'rollout.quantization = "fp8": SGLang has 2 weights in e4m3 that would be sent as they are, '
+        "model.layers.0.mlp.down_proj.weight among them; remove rollout.quantization"
+    )

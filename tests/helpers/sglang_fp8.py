@@ -1,0 +1,80 @@
+"""SGLang's layers with weights in e4m3 on a CPU, where it has no kernels for them without AMX: the same in torch.
+
+Names, shapes, loaders and refits are SGLang's own. Products have dequantized weights and, as SGLang's kernels,
+activations that are rounded to e4m3 with a scale for each token and 128 of its numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spmdrl.model.fp8 import BLOCK, dequantized
+
+_MODULE = "sglang.srt.layers.quantization.fp8"
+
+
+def install() -> None:
+    """Let SGLang compute with these in this process. Call it before SGLang's models are imported."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, replacement in {
+        "Fp8LinearMethod.process_weights_after_loading": stay_as_loaded,
+        "Fp8LinearMethod.apply": multiply,
+        "Fp8MoEMethod.process_weights_after_loading": stay_as_loaded,
+        "Fp8MoEMethod.create_moe_runner": note_config,
+        "Fp8MoEMethod.apply": multiply_experts,
+        "Fp8Config.get_supported_act_dtypes": any_dtype,
+    }.items():
+        HookRegistry.register(f"{_MODULE}.{name}", replacement, HookType.REPLACE)
+
+
+def stay_as_loaded(_method: Any, _layer: Any) -> None:
+    """Leave weights as they are."""
+
+
+def any_dtype(*_: Any) -> list[torch.dtype]:
+    """Return the dtypes that these products have."""
+    return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Round activations [..., n] to e4m3, and back."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+
+
+def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply activations with a layer's weight."""
+    return F.linear(rounded(x), dequantized(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
+
+
+def note_config(method: Any, _layer: Any, config: Any) -> None:
+    """Keep what experts are computed with."""
+    method.moe_runner_config = config
+
+
+def multiply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
+    """Compute the experts of each token, one after the other."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x, top = dispatched.hidden_states, dispatched.topk_output
+    first, second = (
+        dequantized(weight, scales).to(x.dtype)
+        for weight, scales in (
+            (layer.w13_weight, layer.w13_weight_scale_inv),
+            (layer.w2_weight, layer.w2_weight_scale_inv),
+        )
+    )
+    total = torch.zeros_like(x)
+    for weights, experts in zip(top.topk_weights.T, top.topk_ids.T, strict=True):
+        for expert in experts.unique():
+            rows = experts == expert
+            gate, up = F.linear(rounded(x[rows]), first[expert]).chunk(2, -1)
+            product = F.linear(rounded(F.silu(gate) * up), second[expert])
+            total[rows] += weights[rows, None].to(x.dtype) * product
+    return StandardCombineInput(hidden_states=total)
