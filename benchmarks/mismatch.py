@@ -9,7 +9,8 @@ MODEL, the warm start that `make demo` leaves, is trained with the demo's tasks,
 the engine of `noisy_engine.py` without correction, with TIS and with MIS, and with an exact one. Without correction is
 what a trainer does that knows nothing of the mismatch: it computes old log-probabilities itself and ignores the
 engine's. With "fp8" the engine samples with the numbers that e4m3 weights stand for (`rollout.quantization`). Writes
-benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg; prints one JSON object: `result` and `picture` (the files), `runs` (how many), `accuracy` (the last one of each).
+benchmarks/results/mismatch.json and, from that file alone, docs/images/mismatch.svg; prints one JSON object: `result`
+and `picture` (the files), `runs` (how many), `accuracy` (the last one of each).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # settings
 }
 COLORS = dict(zip(VARIANTS, (RUN_COLORS[1], RUN_COLORS[0], RUN_COLORS[2], FAINT_INK), strict=True))
 FP8 = "rollout.quantization=fp8"
-NEVER_BINDS = ("correction.reject=sequence", "correction.reject_low=1e-30", "correction.reject_high=1e30")
+NEVER_BINDS = ("correction.reject=sequence", "correction.reject_low=1e-12", "correction.reject_high=1e12")
 OF_FP8 = {"fp8": (FP8, *NEVER_BINDS), "fp8 with TIS": (FP8, *VARIANTS["TIS"][1:])}
 COLORS |= {"fp8": COLORS["no correction"], "fp8 with TIS": COLORS["TIS"]}
 METRICS = {  # of the result: of metrics.jsonl

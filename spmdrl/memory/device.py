@@ -64,6 +64,7 @@ class ModelSize:
     adapted_experts: int = 0  # in the layer with the most: experts whose adapters are merged while it computes
     largest_adapted: int = 0  # the largest parameter of these experts
     all_adapted_experts: int = 0  # undivided, of all layers
+    in_blocks: int = 0  # elements of weights that an engine in fp8 has in a byte each, undivided
     units: tuple[Unit, ...] = ()  # what is outside of all layers, and each layer; not what is in few bits
 
     @property
@@ -220,7 +221,8 @@ def plan_memory(
     in_process = engine_facts(cfg.rollout.engine).in_process
     # The torch engine merges the adapters of a version's experts: of the one before too while it takes the next one.
     merged = 2 * size.all_adapted_experts if in_process and cfg.sends_adapters else 0
-    engine_weights = 0 if disaggregated else (size.whole + merged) * compute_bytes // cfg.rollout.tp_size
+    whole = engine_bytes(cfg, size, compute_bytes=compute_bytes)
+    engine_weights = 0 if disaggregated else (whole + merged * compute_bytes) // cfg.rollout.tp_size
     # SGLang takes its fraction of what is free when it starts; the optimizer has no state then. The torch engine has no
     # fixed share: its cache grows with the requests that run.
     free = device_bytes - overhead.at_launch - (training.stays if cfg.offload.trainer == "all" else training.weights)
@@ -229,11 +231,13 @@ def plan_memory(
     cache = max(0, (share or 0) - engine_weights)
     bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     merging = size.largest_weight * _FLOAT32 if cfg.merges_adapters else 0
+    # A rank's part of a bucket in e4m3, and the part of a weight in float32 of which it is made, before and after.
+    quantizing = (bucket + 2 * _FLOAT32 * size.largest_weight) // num_ranks if cfg.rollout.quantization else 0
     movable = training.weights - training.stays + training.optimizer
     moved = {"none": 0, "optimizer": training.optimizer, "all": movable}
     return MemoryPlan(
         **dataclasses.asdict(training),
-        buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks) + merging,
+        buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks) + merging + quantizing,
         moved=moved[cfg.offload.trainer],
         engine_weights=engine_weights,
         free_at_launch=free,
@@ -242,6 +246,14 @@ def plan_memory(
         + (0 if "kv_cache" in cfg.offload.engine else cache),
         overhead=overhead,
     )
+
+
+def engine_bytes(cfg: Config, size: ModelSize, *, compute_bytes: int) -> int:
+    """Bytes of an engine's weights, undivided: in fp8 a byte for each number in blocks of 128 x 128, and 4 for each
+    block. An engine in the rank's process computes with the numbers that these stand for, in the compute dtype."""
+    is_smaller = cfg.rollout.quantization is not None and not engine_facts(cfg.rollout.engine).in_process
+    in_blocks = size.in_blocks if is_smaller else 0
+    return (size.whole - in_blocks) * compute_bytes + in_blocks + 4 * (in_blocks // 128**2)
 
 
 def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iterator[str]:
@@ -318,7 +330,7 @@ def engine_problems(
     if cfg.rollout.placement == "colocated":
         return
     usable = device_bytes - sum(overhead.while_sampling.values())
-    weights = size.whole * compute_bytes // cfg.rollout.tp_size
+    weights = engine_bytes(cfg, size, compute_bytes=compute_bytes) // cfg.rollout.tp_size
     # Every rank of an engine receives whole tensors.
     bucket = full_bucket(bucket_bytes, size, compute_bytes=compute_bytes)
     has_share = engine_facts(cfg.rollout.engine).takes_fixed_share

@@ -33,6 +33,7 @@ from spmdrl.memory.device import (
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank
 from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
+from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
 from spmdrl.model.lora.policy import adapter_sizes, kept_bytes
@@ -107,6 +108,7 @@ class Model:
             adapter_start=adapters if self.keeps_start else 0,
             adapted_experts=max(map(sum, experts)),
             largest_adapted=max(chain.from_iterable(experts), default=0),
+            in_blocks=sum(math.prod(shape) for name, shape in self.shapes.items() if is_quantized(name, len(shape))),
             all_adapted_experts=sum(math.prod(self.shapes[name]) for name in layout.experts & adapted),
         )
 

@@ -12,6 +12,7 @@ from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang.transport import cuda_ipc_problem
+from spmdrl.model import fp8
 from spmdrl.model.load import load_policy
 from spmdrl.model.policy import Policy
 from spmdrl.refit.digest import digests
@@ -122,6 +123,19 @@ def test_digests_on_the_device_are_the_hosts() -> None:
         "large": [torch.randn(sized(300, emulated=5), 2**16)],
     }
     assert digests({name: [x.cuda() for x in parts] for name, parts in weights.items()}) == digests(weights)
+
+
+@pytest.mark.claim("Weights reach the engine", "Weights are quantized to e4m3 on a device with the bits of the host.")
+@pytest.mark.parametrize("first", [(0, 0), (70, 130)])
+def test_e4m3_numbers_of_the_device_are_the_hosts(first: tuple[int, int]) -> None:
+    """Of a part that has all blocks to itself, and of one that begins and ends inside of blocks."""
+    weight = torch.randn(sized(4096, emulated=330), 290, generator=torch.Generator().manual_seed(0)).bfloat16()
+    maxima = fp8.block_maxima(weight, first)
+    numbers = fp8.quantized(weight, maxima, first)
+    assert torch.equal(fp8.block_maxima(weight.cuda(), first).cpu(), maxima)
+    assert torch.equal(fp8.scales_of(maxima.cuda()).cpu(), fp8.scales_of(maxima))
+    found = fp8.quantized(weight.cuda(), maxima.cuda(), first).cpu()
+    assert torch.equal(found.view(torch.uint8), numbers.view(torch.uint8))
 
 
 @CUDA_IPC

@@ -123,9 +123,9 @@ def test_one_engine_on_two_devices_holds_the_trainers_weights(tmp_path: Path) ->
     assert run_ranks(2, shared_by_two, save_qwen3(tmp_path, **SHAPE), timeout_s=LIMIT_S) == [2, 2]
 
 
-def short_run(folder: Path, num_ranks: int, *overrides: str) -> list[dict[str, Any]]:
+def short_run(folder: Path, num_ranks: int, *overrides: str, hidden_size: int = 64) -> list[dict[str, Any]]:
     """The metrics of ten steps from the command line."""
-    write_small_run(folder, model={"hidden_size": 64, "num_layers": 2}, **sums_from_files(folder))
+    write_small_run(folder, model={"hidden_size": hidden_size, "num_layers": 2}, **sums_from_files(folder))
     settings = [
         "run.num_steps=10",
         "run.deterministic=false",
@@ -148,6 +148,17 @@ def test_a_short_run_shares_the_device_and_learns(tmp_path: Path) -> None:
     steps = short_run(tmp_path, 1, 'offload.engine=["kv_cache", "weights"]', "offload.trainer=all")
     assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]
     assert all(row["mismatch/max_abs_nats"] < 0.5 for row in steps[1:])
+
+
+@pytest.mark.claim("SGLang on one device", "SGLang samples with weights, keys and values in fp8, near the trainer.")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fewer", ["rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8_e4m3"])
+def test_a_short_run_samples_in_fp8(tmp_path: Path, fewer: str) -> None:
+    """Every refit compares integers by digest. In float32 and bfloat16 alone the mismatch is below 0.5."""
+    correction = ("correction.kind=tis", "debug.assert_on_policy=false", "model.compute_dtype=bfloat16")
+    steps = short_run(tmp_path, 1, fewer, *correction, hidden_size=256)
+    assert steps[-1]["reward/mean"] > steps[1]["reward/mean"]
+    assert all(0 < row["mismatch/mean_abs_nats"] < 0.2 for row in steps[1:])
 
 
 @pytest.mark.claim("Several devices", "One device trains while another samples (disaggregated).")

@@ -1,7 +1,7 @@
 """SGLang's layers with weights in e4m3 on a CPU, where it has no kernels for them without AMX: the same in torch.
 
-Names, shapes, loaders and refits are SGLang's own. Products have dequantized weights and, as SGLang's kernels,
-activations that are rounded to e4m3 with a scale for each token and 128 of its numbers.
+Names, shapes, loaders and refits are SGLang's own. Products have dequantized weights; its kernels round activations
+too, with a scale for each token and 128 of its numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spmdrl.model.fp8 import BLOCK, dequantized
+from spmdrl.model.fp8 import dequantized
 
 _MODULE = "sglang.srt.layers.quantization.fp8"
 
@@ -41,16 +41,9 @@ def any_dtype(*_: Any) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16, torch.float32]
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Round activations [..., n] to e4m3, and back."""
-    groups = x.float().unflatten(-1, (-1, BLOCK))
-    scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
-    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
-
-
 def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply activations with a layer's weight."""
-    return F.linear(rounded(x), dequantized(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
+    return F.linear(x, dequantized(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
 
 
 def note_config(method: Any, _layer: Any, config: Any) -> None:
@@ -74,7 +67,7 @@ def multiply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
     for weights, experts in zip(top.topk_weights.T, top.topk_ids.T, strict=True):
         for expert in experts.unique():
             rows = experts == expert
-            gate, up = F.linear(rounded(x[rows]), first[expert]).chunk(2, -1)
-            product = F.linear(rounded(F.silu(gate) * up), second[expert])
+            gate, up = F.linear(x[rows], first[expert]).chunk(2, -1)
+            product = F.linear(F.silu(gate) * up, second[expert])
             total[rows] += weights[rows, None].to(x.dtype) * product
     return StandardCombineInput(hidden_states=total)

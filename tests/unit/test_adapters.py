@@ -149,6 +149,22 @@ def test_the_planner_counts_the_experts_that_the_torch_engine_merges(tmp_path: P
     assert engine_bytes(targets=["q_proj"]) == engine_bytes(merge=True)
 
 
+def test_the_planner_counts_a_byte_for_weights_in_blocks(tmp_path: Path) -> None:
+    path = save_qwen3_moe(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+
+    def engine_bytes(**rollout: Any) -> int:
+        cfg = minimal_config(model={"path": path}, rollout=rollout, correction={"kind": "tis"})
+        model = Model.read(config, cfg.model, lora=cfg.lora)
+        return predict(cfg, model, num_ranks=1, device_bytes=2**36, on_gpu=False).plan.engine_weights
+
+    names = [(name, x.numel()) for name, x in _model(path).named_parameters() if "experts" in name or "_proj" in name]
+    in_blocks = sum(count for _, count in names)
+    saved = engine_bytes(engine="sglang") - engine_bytes(engine="sglang", quantization="fp8")
+    assert in_blocks and saved == 3 * in_blocks - 4 * (in_blocks // 128**2)  # of float32
+    assert engine_bytes(quantization="fp8") == engine_bytes(), "the torch engine has the numbers they stand for"
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     held = Identity(base="a", matrices="b", rank=8, alpha=16.0, rslora=False)
     learner = {"optimizer": "adamw", "has_state": True, "coefficients": {}} | {

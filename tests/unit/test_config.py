@@ -638,3 +638,23 @@ def test_fine_tuning_has_the_rules_that_it_shares(tmp_path: Path) -> None:
     there = "on the command line: "
     expected = ("c.toml:22: report.memory = true", f"{there}watchdog.timeout_s = 1800", f"{there}checkpoint.keep_best")
     assert begin(found, *expected), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((), "samples with other numbers than the trainer's, and nothing corrects for it; set correction.kind"),
+        (("correction.old=rollout",), 'it says something else; set correction.old = "trainer"'),
+        (("correction.kind=tis", "lora.rank=4"), "adds adapters that were not tried with it; remove one of them"),
+    ],
+)
+def test_fewer_bits_need_a_correction(tmp_path: Path, overrides: tuple[str, ...], sentence: str) -> None:
+    (found,) = problems(tmp_path, GOOD, "rollout.quantization=fp8", *overrides)
+    assert sentence in found
+    for corrects in ("correction.kind=tis", "loss.kind=dppo_tv"):
+        assert read(tmp_path, GOOD, "rollout.quantization=fp8", corrects).rollout.fewer_bits
+
+
+def test_fewer_bits_are_not_true_on_policy(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD, "rollout.engine=sglang", "rollout.kv_cache_dtype=fp8_e4m3", "true_on_policy=true")
+    assert any('kv_cache_dtype = "fp8_e4m3" computes with other numbers' in problem for problem in found), found

@@ -34,5 +34,6 @@ def test_adapters_are_merged_on_the_device_where_buckets_are_on_the_host(monkeyp
         gatherer._mesh = SimpleNamespace(device_type="cuda", size=lambda: 1)  # type: ignore[assignment]
         gatherer._owners, gatherer._quantized = {"weight": (layer, "weight")}, {}
         gatherer._change_of = change_of
+        gatherer._quantizer = lambda *_: {}  # type: ignore[assignment, return-value]
         gatherer.fill(bucket, flat)
     assert merged == ["weight"] and waited == ["for the device"]

@@ -30,6 +30,7 @@ from spmdrl.config import Config
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
+from spmdrl.engine.sglang.fewer_bits import fewer_bits_problems
 from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
@@ -296,6 +297,80 @@ def test_weights_of_few_bits_are_whole_for_sglang(tmp_path: Path) -> None:
     cfg = config(tmp_path, f"model.path={save_gpt_oss_in_mxfp4(tmp_path / 'model')}")
     arguments = started(cfg, "cuda", load_model_config(cfg.model)).arguments
     assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None}
+
+
+FP8 = ("rollout.quantization=fp8", "correction.kind=tis")
+
+
+@pytest.mark.parametrize(("capability", "kernels"), [((9, 0), set()), ((10, 0), {"triton"})])
+def test_sglang_makes_layers_in_blocks_whose_weights_stay_as_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: set[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    arguments = started(config(tmp_path, *FP8, "rollout.kv_cache_dtype=fp8_e4m3"), "cuda").arguments
+    (about,) = json.loads(arguments["json_model_override_args"]).values()
+    assert about == {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert (arguments["quantization"], arguments["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
+    chosen = {arguments.get(name) for name in ("fp8_gemm_runner_backend", "moe_runner_backend")}
+    assert chosen - {None} == kernels
+    assert "quantization" not in started(config(tmp_path), "cuda").arguments
+
+
+IN_BLOCKS = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "overrides", "sentences"),
+    [
+        (Qwen3Config(**IN_BLOCKS), (8, 9), (), []),
+        (
+            Qwen3Config(**IN_BLOCKS),
+            (8, 0),
+            (),
+            ["of compute capability 8.9 or more, for SGLang's products"],
+        ),
+        (
+            Qwen3Config(**IN_BLOCKS),
+            (9, 0),
+            ("model.compute_dtype=float32",),
+            ["which SGLang does not mix; set"],
+        ),
+        (
+            Qwen3Config(**IN_BLOCKS | {"intermediate_size": 640}),
+            (9, 0),
+            ("rollout.tp_size=2",),
+            ["blocks of 128 x 128, which do not divide intermediate_size / 2 ranks = 320, and SGLang pads nothing"],
+        ),
+        (
+            Qwen3Config(**IN_BLOCKS | {"head_dim": 24, "hidden_size": 96}),
+            (9, 0),
+            (),
+            [
+                "do not divide hidden_size = 96",
+                "num_attention_heads x head_dim = 96",
+                "num_key_value_heads x head_dim =",
+            ],
+        ),
+        (hybrid(), (9, 0), (), ["with recurrent layers or a tower; remove it"]),
+    ],
+)
+def test_models_that_blocks_do_not_divide_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: PreTrainedConfig,
+    capability: tuple[int, int],
+    overrides: tuple[str, ...],
+    sentences: list[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = list(fewer_bits_problems(config(tmp_path, *FP8, *overrides), model, device_type="cuda"))
+    assert len(found) == len(sentences) and all(map(str.__contains__, found, sentences)), found
+
+
+def test_sglang_needs_a_device_for_fewer_bits(tmp_path: Path) -> None:
+    cfg = config(tmp_path, *FP8, "rollout.kv_cache_dtype=fp8_e5m2")
+    cache, weights = fewer_bits_problems(cfg, Qwen3Config(**IN_BLOCKS), device_type="cpu")
+    assert 'kv_cache_dtype = "fp8_e5m2" needs a CUDA device' in cache and 'set rollout.engine = "torch"' in weights
 
 
 @pytest.mark.parametrize(
