@@ -57,8 +57,8 @@ class ParameterLayout:
         for rank, part in enumerate(parts):
             shape = [*map(_length, self._runs(rank))]
             local = part[: math.prod(shape)].view(shape)
-            for to, source in self.boxes(rank):
-                whole[to].copy_(local[source], non_blocking=True)
+            for place, source in self.boxes(rank):
+                whole[place].copy_(local[source], non_blocking=True)
 
     def boxes(self, rank: int) -> Iterator[tuple[Box, Box]]:
         """Yield each box of indices that a rank holds: its place in the whole tensor, and in the rank's part."""
