@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -110,6 +111,12 @@ def response_length(workload: Workload, step: int, rollout: int, *, seed: int = 
 def reward(prompt: str, response: str, answer: str | None, metadata: Mapping[str, Any]) -> float:
     """1 when the sum occurs in the response. Cheap on purpose: the trainers are timed, not the verifier."""
     return float(answer is not None and answer in response)
+
+
+def begins_right(prompt: str, response: str, answer: str | None, metadata: Mapping[str, Any]) -> float:
+    """The share of the answer that the response begins with."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(response, answer or "", strict=False))
+    return sum(1 for _ in alike) / len(answer) if answer else 0.0
 
 
 def step_result(

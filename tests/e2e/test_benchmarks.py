@@ -69,6 +69,16 @@ PROGRAMS = {
         "--picture {folder}/m.svg run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2",
         keys="result picture runs accuracy",
     ),
+    "sanity.py": Program(
+        options="--model {folder}/model --runs {folder}/sanity --candidates 3 --samples 2 --band 0 1 --questions 2 "
+        "--algorithms grpo gdpo run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2",
+        keys="before commit date machine questions rows solved",
+    ),
+    "demo_seeds.py": Program(
+        options="--model {folder}/model --runs {folder}/seeds --seeds 2 --staleness 2 --stale-seeds 1 run.num_steps=8 "
+        "optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2 eval.every=1",
+        keys="band commit date forecasts held machine runs staleness",
+    ),
     "gpu_run.py": Program(
         options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
     ),

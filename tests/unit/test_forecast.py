@@ -13,6 +13,7 @@ from spmdrl.tools.runs import compare
 from spmdrl.types import UserError
 
 STEPS = np.arange(0, 201, 10)
+SHARE = (0.0, 1.0)
 CURVES = [Curve(0.1, 0.9, 1.5, 40.0), Curve(0.0, 0.6, 2.5, 60.0), Curve(0.3, 0.95, 1.0, 25.0)]
 
 
@@ -23,21 +24,29 @@ def values(curve: Curve, noise: float = 0.0, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_curve_without_noise_is_found(curve: Curve) -> None:
-    found = forecast(STEPS, values(curve), largest=1.0)
+    found = forecast(STEPS, values(curve), bounds=SHARE)
     assert found.predicted == pytest.approx(curve.at(200), abs=0.01)
     assert found.curve.asymptote == pytest.approx(curve.asymptote, abs=0.05)
     assert (found.num_fitted, found.fitted_to, found.last_step) == (11, 100, 200)
 
 
 def test_the_interval_holds_as_often_as_it_says() -> None:
-    found = [forecast(STEPS, values(curve, 0.02, seed), largest=1.0) for seed in range(8) for curve in CURVES]
+    found = [forecast(STEPS, values(curve, 0.02, seed), bounds=SHARE) for seed in range(8) for curve in CURVES]
     assert sum(one.holds for one in found) / len(found) >= 0.8
     assert np.median([one.high - one.low for one in found]) < 0.25, "an interval that says nothing"
 
 
 def test_runs_with_other_asymptotes_are_told_apart_by_half_of_their_budget() -> None:
-    low, high = (forecast(STEPS, values(Curve(0.1, top, 2.0, 30.0), 0.01), largest=1.0) for top in (0.6, 0.9))
+    low, high = (forecast(STEPS, values(Curve(0.1, top, 2.0, 30.0), 0.01), bounds=SHARE) for top in (0.6, 0.9))
     assert low.high < high.low
+
+
+def test_a_share_that_falls_is_not_predicted_below_0() -> None:
+    collapses = np.array([0.435, 0.5025, 0.545, 0.5975, 0.21, 0.22, 0.235, 0.24, 0.14])  # of benchmarks/mismatch.py
+    assert forecast(np.arange(0, 161, 20), collapses).predicted < 0
+    found = forecast(np.arange(0, 161, 20), collapses, bounds=SHARE)
+    assert 0.0 <= found.low <= found.predicted <= found.high <= 1.0
+    assert found.curve.asymptote >= 0.0
 
 
 def _write_run(folder: Path, rows: list[dict[str, float]]) -> Path:

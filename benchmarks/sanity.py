@@ -1,0 +1,144 @@
+"""The sanity test of arXiv 2510.26788: on questions that a model already solves now and then, every algorithm must get
+nearly all of them right.
+
+    python benchmarks/sanity.py --result benchmarks/results/sanity.json      finished runs are not repeated
+
+The warm start of the demo answers questions of the demo's tasks many times. Those that it solves 20 to 80 % of the time
+are what each algorithm of docs/algorithms.md trains on, again and again. It passes when more than 95 % of its
+responses were right in its last five steps, which are sampled at temperature 1. Algorithms that only episodes have
+(`gigpo`, `grpo_by_role`) are not among them. Losses of their own take two updates a step, so that ratios leave 1.
+Prints a line for each algorithm, and one JSON object: `questions`, `before`, `rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import ROOT, provenance, write_result
+
+from runs import DEMO, curve, described, train, warm_start
+from spmdrl.config import Config, read_config
+from spmdrl.report.run_folder import RunFolder
+from spmdrl.step.evaluate import ScoredPrompt, scored_prompts
+from spmdrl.tools.evaluate import answers
+
+BAND, GOAL = (0.2, 0.8), 0.95
+SETTINGS = (  # over configs/demo.toml
+    "run.num_steps=40",
+    "rollout.prompts_per_step=16",
+    "optim.lr=5e-4",
+    "optim.schedule=constant",
+)
+WINDOW = 5  # steps
+TRAINING = ("reward/all_groups_mean", "reward/part_exact")  # the first is there where equal groups are dropped
+LOSSES = ("gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+PER_ROLLOUT = "loss.aggregation=sequence_mean_token_mean"
+ALGORITHMS: dict[str, tuple[str, ...]] = {  # settings
+    "grpo": ("advantage.estimator=grpo", PER_ROLLOUT),
+    "dr_grpo": ("advantage.estimator=grpo", "advantage.divide_by_std=false", "loss.aggregation=constant"),
+    "dapo": (
+        "advantage.estimator=grpo",
+        "loss.clip_high=0.28",
+        "rollout.dynamic_sampling=true",
+        "rollout.max_draw_ratio=2.0",
+    ),
+    "rloo": ("advantage.estimator=rloo",),
+    "reinforce++": ("advantage.estimator=reinforce_plus_plus",),
+    "reinforce++ baseline": ("advantage.estimator=reinforce_plus_plus_baseline",),
+    "ppo (gae)": ("advantage.estimator=gae", "critic.lr=1e-3", "critic.warmup_steps=5"),
+    "max_rl": ("advantage.estimator=max_rl",),
+    "gdpo": (
+        "advantage.estimator=gdpo",
+        'reward.terms=[{kind="exact"},{kind="function",function="benchmarks/workload.py:begins_right",weight=0.2}]',
+    ),
+    "opo": ("advantage.estimator=opo",),
+    "remax": ("advantage.estimator=remax",),
+    "pass_at_k": ("advantage.estimator=pass_at_k",),
+    **{kind: (f"loss.kind={kind}", "loss.updates_per_step=2") for kind in LOSSES},
+    "grpo with k3": ("loss.kl_coef=0.001",),
+}
+
+Json = dict[str, Any]
+
+
+def main() -> int:
+    """Make the model and choose the questions, train on them by each algorithm, print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="what all begin with; made where it is not given")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--candidates", type=int, default=100, help="questions to choose from")
+    parser.add_argument("--samples", type=int, default=32, help="responses to each of them")
+    parser.add_argument("--band", type=float, nargs=2, default=BAND, help="of how often they are solved")
+    parser.add_argument("--questions", type=int, default=16, help="that are trained on, at most")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/sanity", help="where run folders are made")
+    parser.add_argument("--result", type=Path, help="a file for the result")
+    parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE", help="over those of every run")
+    args = parser.parse_args()
+    content: Json = {"about": "accuracy on the questions that are trained on", **provenance()}
+    args.runs.mkdir(parents=True, exist_ok=True)
+    model = (args.model or warm_start(args.runs)).resolve()
+    files = {name: args.runs.resolve() / f"{name}.jsonl" for name in ("chosen", "others")}
+    before = args.runs / "before.json"
+    if not before.is_file():
+        scored = scored_questions(model, args.candidates, args.samples)
+        write_questions(files, before, scored, args.band, args.questions)
+    content |= json.loads(before.read_text(encoding="utf-8"))
+    sources = {name: f'[{{kind="jsonl",path="{file}"}}]' for name, file in files.items()}
+    asked = (f"data.sources={sources['chosen']}", f"eval.sources={sources['others']}", f"model.path={model}")
+    content["rows"] = []
+    for name in args.algorithms:
+        settings = (*SETTINGS, *ALGORITHMS[name], f"eval.num_prompts={content['others']}", *args.settings)
+        folder = train(args.runs / name.replace(" ", "-"), *asked, *settings)
+        content["rows"].append({"algorithm": name, **reached(folder), **described(folder, *settings)})
+        shown = {key: value for key, value in content["rows"][-1].items() if key not in ("training", "versions")}
+        print(shown, file=sys.stderr, flush=True)
+    if args.result is not None:
+        write_result(args.result, content)
+    print(json.dumps(content))
+    return 0
+
+
+def scored_questions(model: Path, candidates: int, samples: int) -> list[ScoredPrompt]:
+    """Answer questions of the demo's tasks, each so many times."""
+    asked = (f"model.path={model}", f"eval.num_prompts={candidates}", f"eval.samples_per_prompt={samples}")
+    cfg = read_config(Config, DEMO, [*asked, "run.threads_per_rank=1"])
+    return scored_prompts(answers(cfg, model), success_at=cfg.success_at)
+
+
+def write_questions(
+    files: Mapping[str, Path], before: Path, scored: Sequence[ScoredPrompt], band: Sequence[float], most: int
+) -> None:
+    """Write the questions that are trained on, the others, and how often both were solved before."""
+    chosen = [one for one in scored if band[0] <= one.share <= band[1]][:most]
+    others = [one for one in scored if one not in chosen]
+    if not (chosen and others):
+        sys.exit(f"{len(chosen)} of {len(scored)} questions were solved as often as --band says; change --candidates")
+    for file, questions in ((files["chosen"], chosen), (files["others"], others)):
+        rows = [{"prompt": one.prompt.question, "answer": one.prompt.answer} for one in questions]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    solved = [one.share for one in chosen]
+    found = {"samples": len(scored[0].right), "questions": len(chosen), "others": len(others), "solved": solved}
+    write_result(before, found | {"before": statistics.fmean(solved)})
+
+
+def reached(folder: RunFolder) -> Json:
+    """How often a run's responses were right: in each step, over its last ones, and from which step this passes."""
+    steps, training = next(found for name in TRAINING if (found := curve(folder, name))[0])
+    lately = [statistics.fmean(training[max(0, place - WINDOW + 1) : place + 1]) for place in range(len(training))]
+    return {
+        "passes": lately[-1] > GOAL,
+        "accuracy": lately[-1],
+        "passes_from": next((step for step, mean in zip(steps, lately, strict=True) if mean > GOAL), None),
+        "training": [round(value, 4) for value in training],
+        "of_others": curve(folder, "eval/accuracy")[1],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
