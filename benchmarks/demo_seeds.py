@@ -37,13 +37,13 @@ from spmdrl.report.forecast import forecast_run
 from spmdrl.report.run_folder import RunFolder, read_steps
 
 SETTINGS = (  # over configs/demo.toml
-    "run.num_steps=80",
+    "run.num_steps=40",
     "run.deterministic=true",
     "rollout.prompts_per_step=16",
-    "optim.lr=1e-3",
     "optim.schedule=constant",
     "eval.num_prompts=300",
     "eval.every=4",
+    "pack.prefix_tree=auto",
 )
 STALE = ("rollout.partial=true", "rollout.max_running=2048", "correction.kind=icepop")
 POINTS = 20  # of the last quarter

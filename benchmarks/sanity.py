@@ -3,10 +3,11 @@ nearly all of them right.
 
     python benchmarks/sanity.py --result benchmarks/results/sanity.json      finished runs are not repeated
 
-The warm start of the demo answers questions of the demo's tasks many times. Those that it solves 20 to 80 % of the time
-are what each algorithm of docs/algorithms.md trains on, again and again. It passes when more than 95 % of its
-responses were right in its last five steps, which are sampled at temperature 1. Algorithms that only episodes have
-(`gigpo`, `grpo_by_role`) are not among them. Losses of their own take two updates a step, so that ratios leave 1.
+A tiny model has been fine-tuned on sums with answers of which half are right, and answers each of them many times.
+Those that it solves 20 to 80 % of the time are what each algorithm of docs/algorithms.md trains on, again and again.
+It passes when more than 95 % of its responses were right in its last five steps, at temperature 1. Algorithms that only
+episodes have (`gigpo`, `grpo_by_role`) are not among them. Losses of their own take two updates a step, so that ratios
+leave 1.
 Prints a line for each algorithm, and one JSON object: `questions`, `before`, `rows`.
 """
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import workload
 from results import ROOT, provenance, write_result
 
 from runs import DEMO, curve, described, train, warm_start
@@ -30,12 +33,14 @@ from spmdrl.tools.evaluate import answers
 
 BAND, GOAL = (0.2, 0.8), 0.95
 SETTINGS = (  # over configs/demo.toml
-    "run.num_steps=40",
+    "run.num_steps=70",
     "rollout.prompts_per_step=16",
-    "optim.lr=5e-4",
+    "rollout.max_response_tokens=4",
+    "optim.lr=7e-4",
     "optim.schedule=constant",
 )
 WINDOW = 5  # steps
+WRONG = 16  # answers to each sum in the data of the fine-tuning, beside as many right ones
 TRAINING = ("reward/all_groups_mean", "reward/part_exact")  # the first is there where equal groups are dropped
 LOSSES = ("gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 PER_ROLLOUT = "loss.aggregation=sequence_mean_token_mean"
@@ -49,9 +54,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {  # settings
         "rollout.max_draw_ratio=2.0",
     ),
     "rloo": ("advantage.estimator=rloo",),
-    "reinforce++": ("advantage.estimator=reinforce_plus_plus",),
-    "reinforce++ baseline": ("advantage.estimator=reinforce_plus_plus_baseline",),
-    "ppo (gae)": ("advantage.estimator=gae", "critic.lr=1e-3", "critic.warmup_steps=5"),
+    "reinforce_plus_plus": ("advantage.estimator=reinforce_plus_plus",),
+    "reinforce_plus_plus_baseline": ("advantage.estimator=reinforce_plus_plus_baseline",),
+    "ppo": ("advantage.estimator=gae", "critic.lr=1e-3", "critic.warmup_steps=5"),
     "max_rl": ("advantage.estimator=max_rl",),
     "gdpo": (
         "advantage.estimator=gdpo",
@@ -61,7 +66,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {  # settings
     "remax": ("advantage.estimator=remax",),
     "pass_at_k": ("advantage.estimator=pass_at_k",),
     **{kind: (f"loss.kind={kind}", "loss.updates_per_step=2") for kind in LOSSES},
-    "grpo with k3": ("loss.kl_coef=0.001",),
+    "grpo_k3": ("loss.kl_coef=0.001",),
 }
 
 Json = dict[str, Any]
@@ -72,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="what all begin with; made where it is not given")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--candidates", type=int, default=100, help="questions to choose from")
+    parser.add_argument("--sums", type=int, default=32, help="to choose from")
     parser.add_argument("--samples", type=int, default=32, help="responses to each of them")
     parser.add_argument("--band", type=float, nargs=2, default=BAND, help="of how often they are solved")
     parser.add_argument("--questions", type=int, default=16, help="that are trained on, at most")
@@ -82,11 +87,11 @@ def main() -> int:
     args = parser.parse_args()
     content: Json = {"about": "accuracy on the questions that are trained on", **provenance()}
     args.runs.mkdir(parents=True, exist_ok=True)
-    model = (args.model or warm_start(args.runs)).resolve()
+    model = (args.model or fine_tuned(args.runs.resolve(), args.sums)).resolve()
     files = {name: args.runs.resolve() / f"{name}.jsonl" for name in ("chosen", "others")}
     before = args.runs / "before.json"
     if not before.is_file():
-        scored = scored_questions(model, args.candidates, args.samples)
+        scored = scored_sums(args.runs.resolve(), model, args.sums, args.samples)
         write_questions(files, before, scored, args.band, args.questions)
     content |= json.loads(before.read_text(encoding="utf-8"))
     sources = {name: f'[{{kind="jsonl",path="{file}"}}]' for name, file in files.items()}
@@ -94,7 +99,7 @@ def main() -> int:
     content["rows"] = []
     for name in args.algorithms:
         settings = (*SETTINGS, *ALGORITHMS[name], f"eval.num_prompts={content['others']}", *args.settings)
-        folder = train(args.runs / name.replace(" ", "-"), *asked, *settings)
+        folder = train(args.runs / name, *asked, *settings)
         content["rows"].append({"algorithm": name, **reached(folder), **described(folder, *settings)})
         shown = {key: value for key, value in content["rows"][-1].items() if key not in ("training", "versions")}
         print(shown, file=sys.stderr, flush=True)
@@ -104,11 +109,31 @@ def main() -> int:
     return 0
 
 
-def scored_questions(model: Path, candidates: int, samples: int) -> list[ScoredPrompt]:
-    """Answer questions of the demo's tasks, each so many times."""
-    asked = (f"model.path={model}", f"eval.num_prompts={candidates}", f"eval.samples_per_prompt={samples}")
-    cfg = read_config(Config, DEMO, [*asked, "run.threads_per_rank=1"])
+def fine_tuned(folder: Path, count: int) -> Path:
+    """Make a model that answers sums, about half of them right."""
+    draw, file = random.Random(0), folder / "answers.jsonl"
+    rows = [
+        {"prompt": prompt, "response": answer if right else str(draw.randrange(200))}
+        for prompt, answer in workload.prompts(1, count=count)
+        for right in (True, False) * WRONG
+    ]
+    write_rows(file, rows)
+    source = f'data.sources=[{{kind="jsonl",path="{file}",answer_column="",response_column="response"}}]'
+    return warm_start(folder, source, "run.num_steps=120", "held_out.num_prompts=1")
+
+
+def scored_sums(folder: Path, model: Path, count: int, samples: int) -> list[ScoredPrompt]:
+    """Answer each of the sums so many times."""
+    file = folder / "sums.jsonl"
+    write_rows(file, [{"prompt": prompt, "answer": answer} for prompt, answer in workload.prompts(1, count=count)])
+    asked = (f'eval.sources=[{{kind="jsonl",path="{file}"}}]', f"eval.num_prompts={count}", f"model.path={model}")
+    cfg = read_config(Config, DEMO, [*asked, f"eval.samples_per_prompt={samples}", "rollout.max_response_tokens=4"])
     return scored_prompts(answers(cfg, model), success_at=cfg.success_at)
+
+
+def write_rows(file: Path, rows: Sequence[Json]) -> None:
+    """Write a file of JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_questions(
@@ -118,10 +143,9 @@ def write_questions(
     chosen = [one for one in scored if band[0] <= one.share <= band[1]][:most]
     others = [one for one in scored if one not in chosen]
     if not (chosen and others):
-        sys.exit(f"{len(chosen)} of {len(scored)} questions were solved as often as --band says; change --candidates")
+        sys.exit(f"{len(chosen)} of {len(scored)} questions were solved as often as --band says; change --sums")
     for file, questions in ((files["chosen"], chosen), (files["others"], others)):
-        rows = [{"prompt": one.prompt.question, "answer": one.prompt.answer} for one in questions]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(file, [{"prompt": one.prompt.question, "answer": one.prompt.answer} for one in questions])
     solved = [one.share for one in chosen]
     found = {"samples": len(scored[0].right), "questions": len(chosen), "others": len(others), "solved": solved}
     write_result(before, found | {"before": statistics.fmean(solved)})
