@@ -9,12 +9,13 @@ which the first of them is, because responses are shorter than one of its ticks:
 s steps and s / 2 in the mean.
 
 - `forecasts`: what the first half of each run without staleness predicts of its last evaluation, by `spmdrl compare
-  --fit`, and whether that lies in its 90 % interval.
+  --fit`, and whether that lies in its 90 % interval; `recorded`: the same of whole demos, whose curves are in
+  benchmarks/results.
 - `staleness`: accuracy at equal tokens, the mean over the last quarter of the response tokens that every run has
   trained on. The band is that of the next seed without staleness: mean +- t sqrt(1 + 1/n) deviations of the n there
   are, at 95 %.
 
-Prints one JSON object: `runs`, `forecasts`, `held` (how many intervals), `band`, `staleness`.
+Prints one JSON object: `runs`, `forecasts`, `held` (how many intervals), `recorded`, `band`, `staleness`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import ROOT, provenance, write_result
+from results import RESULTS, ROOT, provenance, write_result
 
 from runs import curve, described, train, warm_start
-from spmdrl.report.forecast import forecast_run
+from spmdrl.report.forecast import forecast, forecast_run
 from spmdrl.report.run_folder import RunFolder, read_steps
 
 SETTINGS = (  # over configs/demo.toml
@@ -46,6 +47,7 @@ SETTINGS = (  # over configs/demo.toml
     "pack.prefix_tree=auto",
 )
 STALE = ("rollout.partial=true", "rollout.max_running=2048", "correction.kind=icepop")
+FEWEST, HELD_OUT = 9, 400  # evaluations that a fit needs; questions of the whole demos
 POINTS = 20  # of the last quarter
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}  # t of 97.5 %, by seeds
 
@@ -126,6 +128,20 @@ def compared(runs: Sequence[Json]) -> Json:
     return {"equal_tokens": tokens, "band": band, "staleness": rows}
 
 
+def recorded() -> list[Json]:
+    """What the first half of each curve of a whole demo predicts, where it has evaluations enough."""
+    found = []
+    for file in sorted(RESULTS.glob("demo*.json")):
+        rows = json.loads(file.read_text(encoding="utf-8")).get("evaluations", ())
+        if len(rows) < FEWEST or not isinstance(rows[0], dict):
+            continue
+        values = np.array([row["eval/accuracy"] for row in rows])
+        noise = float(np.sqrt(np.median(values * (1 - values)) / HELD_OUT))
+        made = forecast(np.array([row["step"] for row in rows]), values, noise=noise, bounds=(0.0, 1.0))
+        found.append({"file": file.name, "predicted": made.predicted, "holds": made.holds, **asdict(made)})
+    return found
+
+
 def main() -> int:
     """Train what is not there yet, predict and compare, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -153,7 +169,7 @@ def main() -> int:
             content["forecasts"].append({"seed": seed, **predicted, **asdict(found)})
         print(limit, seed, content["runs"][-1]["accuracy"], file=sys.stderr, flush=True)
     content["held"] = sum(one["holds"] for one in content["forecasts"])
-    content |= compared(content["runs"])
+    content |= {"recorded": recorded(), **compared(content["runs"])}
     if args.result is not None:
         write_result(args.result, content)
     print(json.dumps(content))

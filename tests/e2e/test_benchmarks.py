@@ -75,9 +75,9 @@ PROGRAMS = {
         keys="before commit date machine questions rows solved",
     ),
     "demo_seeds.py": Program(
-        options="--model {folder}/model --runs {folder}/seeds --seeds 2 --staleness 2 --stale-seeds 1 run.num_steps=8 "
-        "optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2 eval.every=1",
-        keys="band commit date forecasts held machine runs staleness",
+        options="--model {folder}/model --runs {folder}/seeds --seeds 1 --staleness 2 --stale-seeds 1 run.num_steps=8 "
+        "rollout.group_size=2 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2 eval.every=1",
+        keys="band commit date forecasts held machine recorded runs staleness",
     ),
     "gpu_run.py": Program(
         options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
