@@ -118,7 +118,8 @@ class _Grid:
         """Return the curve with the smallest sum of squared differences from these values, [n]."""
         above = values - self._start
         along = self._rises @ above
-        gain = np.clip(along / self._squares, *(bound - self._start for bound in self._bounds))
+        smallest, largest = self._bounds
+        gain = np.clip(along / self._squares, smallest - self._start, largest - self._start)
         error = gain * (gain * self._squares - 2 * along)  # and the squares of `above`, which all share
         best = int(error.argmin())
         return Curve(
