@@ -43,13 +43,18 @@ def call(function: Callable[..., Any], columns: Mapping[str, Any], settings: Map
 
     Raises RuntimeError for a function that calls sys.exit, which would end the run as if it had succeeded.
     """
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    asked = {name: column for name, column in columns.items() if takes_all or name in parameters}
+    names = asked_for(function, columns)
     try:
-        return function(**asked, **settings)
+        return function(**{name: columns[name] for name in columns if name in names}, **settings)
     except SystemExit as error:
         raise RuntimeError(f"{getattr(function, '__name__', 'it')} called sys.exit({error.code!r})") from error
+
+
+def asked_for(function: Callable[..., Any], columns: Iterable[str]) -> set[str]:
+    """Return those of the columns that a function has a parameter for; all for one that takes `**`."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name for name in columns if takes_all or name in parameters}
 
 
 def argument_problems(

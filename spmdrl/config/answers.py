@@ -13,8 +13,8 @@ from spmdrl.config.data import DataSource, FileSettings, HeldOutPromptsConfig, P
 
 class AnswersConfig(Section):
     max_response_tokens: Count
-    """Longest response; a longer one is an error that names the row, in the step that reads it. With `turns = "all"`,
-    all that follows the prompt."""
+    """Longest response; with `turns = "all"`, all that follows the prompt. What becomes of a row with a longer one,
+    `data.overlong` says."""
 
 
 class ResponsesConfig(AnswersConfig):

@@ -96,11 +96,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimit:
-    """The longest answer of a comparison."""
+    """The longest answer of a row."""
 
-    num_tokens: Callable[[Row], int]  # of the longer of a row's two answers
+    num_tokens: Callable[[Row], int]  # of its answer, or the longer of two. Raises UserError where it has none
     most: int
     setting: str  # that says so
+    holds_for_held_out: bool  # False where their choice must not depend on answers, so that other runs make it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,14 +309,19 @@ def _require_same(prompt: Prompt, before: tuple[ImageSpan, ...], now: tuple[Imag
         )
 
 
-def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> TrainingPair:
+def require_response(row: Row) -> None:
+    """Raise UserError for a row without anything to imitate."""
     if row.response is None:
         raise UserError(
-            f"{row.where} has no response to imitate: no response_column is set, and its prompt {_last_said(row)}; it "
+            f"there is no response to imitate: no response_column is set, and the prompt {_last_said(row)}; the row "
             f"has the columns {', '.join(row.columns)}; set response_column to the one with the response, give "
             'conversations that end with an assistant\'s message, or set held_out.every = "never" if it is held out'
         )
+
+
+def _pair(prompt: Prompt, row: Row, encoder: PromptEncoder) -> TrainingPair:
     with in_row(row.where):
+        require_response(row)
         images = encoder.spans(row.later_images)
     return TrainingPair(prompt, row.where, row.exchanges, images, row.rejected, row.margin)
 
@@ -422,10 +428,11 @@ def make_training_stream(
 ) -> PromptStream:
     """Make the stream of training prompts, without the questions that `make_held_out` gives for the same settings.
 
-    `tools` are the schemas that chat templates show, `images` what becomes of images, `answers` limits comparisons.
+    `tools` are the schemas that chat templates show, `images` what becomes of images, `answers` limits rows' answers.
     """
     encoder = _encoder_of(cfg, tokenizer, tools, images, answers)
-    held_outs = _held_out_of(held_out_cfg, form, encoder) if held_out_cfg else ()
+    chooser = _encoder_of(cfg, tokenizer, tools, images, _for_held_out(answers))
+    held_outs = _held_out_of(held_out_cfg, form, chooser) if held_out_cfg else ()
     return PromptStream(
         [open_source(source, seed=mix(seed, _TRAINING, place), form=form) for place, source in enumerate(cfg.sources)],
         weights=[source.weight for source in cfg.sources],
@@ -448,8 +455,12 @@ def make_held_out(
 
     They do not depend on the run's seed, so runs can be compared, and stages of training leave out the same questions.
     """
-    encoder = _encoder_of(cfg, tokenizer, tools, images, answers)
+    encoder = _encoder_of(cfg, tokenizer, tools, images, _for_held_out(answers))
     return HeldOutPrompts(_held_out_of(held_out_cfg, form, encoder), encoder)
+
+
+def _for_held_out(answers: AnswerLimit | None) -> AnswerLimit | None:
+    return answers if answers is not None and answers.holds_for_held_out else None
 
 
 def _held_out_of(cfg: HeldOutPromptsConfig, form: RowTransform, encoder: PromptEncoder) -> Iterator[HeldOutRow]:

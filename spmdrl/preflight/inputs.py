@@ -88,8 +88,8 @@ from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs, kernel_of_run
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
-from spmdrl.step.pair_data import answer_limit
-from spmdrl.step.sft_data import PairEncoder
+from spmdrl.step.pair_data import comparison_limit
+from spmdrl.step.sft_data import PairEncoder, answer_limit
 from spmdrl.types import UserError
 
 T = TypeVar("T")
@@ -263,9 +263,13 @@ def _open_images(cfg: Config | TuningConfig, policy: OpenedModel, tokenizer: Pre
 def _open_answer_limit(
     cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int], images: ImageIntake
 ) -> AnswerLimit | None:
-    if not isinstance(cfg, PreferencesConfig):
+    if isinstance(cfg, Config):
         return None
-    return answer_limit(cfg, PairEncoder(cfg, tokenizer, stops, images))
+    encode = PairEncoder(cfg, tokenizer, stops, images)
+    if isinstance(cfg, PreferencesConfig):
+        return comparison_limit(cfg, encode)
+    assert isinstance(cfg, SftConfig), "there are two kinds"
+    return answer_limit(cfg, encode, images)
 
 
 def _open_prompts(

@@ -18,7 +18,12 @@ from spmdrl.report.series import History
 _CACHED = re.compile(r".*/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{7,})(?:/(.*))?")
 _SHOWN = ("eval/accuracy", "eval/reward", "eval/loss", "reward/mean", "update/loss")
 _VERSIONS = ("spmdrl", "git_commit", "torch", "transformers", "cuda_devices")
-_ASIDE = ("run.dir", "report.", "watchdog.", "checkpoint.", "resume.", "debug.")  # of no use to a reader of the card
+# Of no use to a reader of the card: what says where a run was, and not what it learned.
+_ASIDE = ("run.dir", "report.", "watchdog.", "checkpoint.", "resume.", "debug.", "reward.sandbox.", "rollout.sglang")
+_PRIVATE = {"url", "command", "python", "image_root", "api_key_variable", "sandbox"}
+_HUB = "hf:"
+_ADDRESS = re.compile(r"\w+://\S*")
+_LEFT_OUT = "Left out: addresses, commands, keys' names, folders, and what says where the run was."
 
 
 def model_card(run: Path, *, step: int) -> str:
@@ -36,7 +41,7 @@ def model_card(run: Path, *, step: int) -> str:
     lines += [*_results(History([row for row in recorded.rows if row["step"] <= step])), ""]
     versions = read_json(folder.versions, dict[str, Any]) if folder.versions.is_file() else {}
     lines += ["## Made with", "", *(f"- {one}: {versions[one]}" for one in _VERSIONS if versions.get(one)), ""]
-    lines += ["## Settings", "", "```toml", *_settings(settings), "```", ""]
+    lines += ["## Settings", "", _LEFT_OUT, "", "```toml", *_settings(settings), "```", ""]
     return "\n".join(lines)
 
 
@@ -45,7 +50,10 @@ def _published(path: str) -> str:
     if (match := _CACHED.fullmatch(path)) is not None:
         owner, name, commit, file = match.groups()
         return f"{owner}/{name}@{commit}" + (f":{file}" if file else "")
-    return Path(path).name if path.startswith("/") else path
+    if path.startswith(_HUB):
+        return path
+    parts = Path(path).parts
+    return "/".join(parts[-2:] if parts[-1:] == ("hf",) else parts[-1:])  # a run's model has its run's name
 
 
 def _data(sources: Any) -> Iterator[str]:
@@ -70,13 +78,21 @@ def _results(history: History) -> Iterator[str]:
 
 def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
     for name, value in settings.items():
-        if not name.startswith(_ASIDE):
-            yield f"{name} = {json.dumps(_without_paths(value), ensure_ascii=False, default=str)}"
+        if not name.startswith(_ASIDE) and not _PRIVATE.intersection(name.split(".")) and not _is_address(value):
+            key = name.rpartition(".")[2]
+            yield f"{name} = {json.dumps(_without_places(key, value), ensure_ascii=False, default=str)}"
 
 
-def _without_paths(value: Any) -> Any:
+def _without_places(key: str, value: Any) -> Any:
+    """Return a setting's value without addresses and folders."""
     if isinstance(value, str):
-        return _published(value)
+        is_place = key in ("path", "function", "name", "env") or re.fullmatch(r"(/|~|\.\.)\S*", value)
+        return _published(value) if is_place else value
     if isinstance(value, Mapping):
-        return {key: _without_paths(one) for key, one in value.items()}
-    return [_without_paths(one) for one in value] if isinstance(value, list | tuple) else value
+        said = {name: one for name, one in value.items() if name not in _PRIVATE and not _is_address(one)}
+        return {name: _without_places(name, one) for name, one in said.items()}
+    return [_without_places(key, one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, str) and _ADDRESS.fullmatch(value) is not None

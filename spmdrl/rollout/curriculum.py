@@ -19,10 +19,11 @@ from spmdrl.data.stream import Item, PromptStream
 from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.types import UserError
-from spmdrl.user_code import argument_problems, call, load
+from spmdrl.user_code import argument_problems, asked_for, call, load
 
 _PURPOSE = 5  # hashed with the run's seed
 _GRAIN = 2**53  # of a chance
+_CACHED_ROWS = 100_000  # whose metadata a function of the user's may ask for again
 _COLUMNS = ("task", "success", "visits", "epoch", "metadata")
 
 Success = tuple[int, float]  # a prompt of the stream, the fraction of its responses that were right
@@ -80,6 +81,8 @@ class Curriculum(InOrder):
         """A response is right with a reward of `success_at` or more."""
         self._cfg, self._prompts, self._success_at, self._seed = cfg, prompts, success_at, seed
         self._function = load(cfg.function) if cfg.function is not None else None
+        self._asked_for = asked_for(self._function, _COLUMNS) if self._function is not None else set()
+        self._cached: dict[tuple[int, int], dict[str, Any]] = {}  # metadata, by source and row
         self._gated = {gate.opens: gate for gate in cfg.gates}
         self._lap = prompts.lap
 
@@ -120,13 +123,14 @@ class Curriculum(InOrder):
 
     def _asked(self, index: int, item: Item, measured: Measured | None) -> float:
         assert self._function is not None
-        columns = {
+        columns: dict[str, Any] = {
             "task": item.task,
             "success": None if measured is None else measured.success,
             "visits": 0 if measured is None else measured.visits,
             "epoch": item.epoch,
-            "metadata": self._prompts.metadata(index),
         }
+        if "metadata" in self._asked_for:
+            columns["metadata"] = self._metadata(index, item)
         try:
             chance = call(self._function, columns, {})
         except Exception as error:
@@ -134,6 +138,17 @@ class Curriculum(InOrder):
         if isinstance(chance, bool | int | float) and 0.0 <= chance <= 1.0:
             return float(chance)
         raise UserError(f"{self._name} returned {str(chance)[:40]!r} for prompt {index}; return a number from 0 to 1")
+
+    def _metadata(self, index: int, item: Item) -> dict[str, Any]:
+        """Return the other columns of a prompt, which of a row in a file are read once, as far as there is room."""
+        if item.row is None:
+            return self._prompts.metadata(index)
+        place = item.source, item.row
+        if (found := self._cached.get(place)) is None:
+            found = self._prompts.metadata(index)
+            if len(self._cached) < _CACHED_ROWS:
+                self._cached[place] = found
+        return dict(found)
 
     @property
     def _name(self) -> str:

@@ -44,13 +44,14 @@ def _only_end(sequence: TrainingSequence) -> TrainingSequence:
     return replace(sequence, loss_mask=(False,) * (len(sequence.token_ids) - 1) + (True,))
 
 
-def answer_limit(cfg: PreferencesConfig, encode: PairEncoder) -> AnswerLimit:
-    """Return the limit on the answers of a row."""
+def comparison_limit(cfg: PreferencesConfig, encode: PairEncoder) -> AnswerLimit:
+    """Return the limit on the two answers of a row."""
 
     def num_tokens(row: Row) -> int:
         return max(encode.num_tokens(answer) for answer in (row.exchanges, row.rejected))
 
-    return AnswerLimit(num_tokens, cfg.pairs.max_response_tokens, "pairs.max_response_tokens")
+    most, setting = cfg.pairs.max_response_tokens, "pairs.max_response_tokens"
+    return AnswerLimit(num_tokens, most, setting, holds_for_held_out=True)
 
 
 def read_comparisons(run: Launch[PreferencesConfig], encode: ComparisonEncoder, step: int) -> list[TrainingSequence]:

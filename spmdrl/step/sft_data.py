@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algo.metrics import Mean, Metrics, merge_all
 from spmdrl.config import SftConfig, TuningConfig
 from spmdrl.conversation import num_images
-from spmdrl.data.sources import Exchange
-from spmdrl.data.stream import TrainingPair
+from spmdrl.data.sources import Exchange, Row
+from spmdrl.data.stream import AnswerLimit, TrainingPair, require_response
 from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, expanded
@@ -92,6 +92,17 @@ class PairEncoder:
     def _response(self, text: str) -> tuple[int, ...]:
         assert self._tokenizer.eos_token_id is not None
         return (*encode_text(self._tokenizer, text), self._tokenizer.eos_token_id)
+
+
+def answer_limit(cfg: SftConfig, encode: PairEncoder, images: ImageIntake) -> AnswerLimit:
+    """Return the limit on what follows a row's prompt."""
+
+    def num_tokens(row: Row) -> int:
+        require_response(row)
+        return encode.num_tokens(row.exchanges) + sum(images.num_tokens(image) - 1 for image in row.later_images)
+
+    most, setting = cfg.sft.max_response_tokens, "sft.max_response_tokens"
+    return AnswerLimit(num_tokens, most, setting, holds_for_held_out=False)
 
 
 def read_pairs(

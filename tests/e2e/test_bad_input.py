@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl import sft
+from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main
 from tests.helpers.models import longrope
-from tests.helpers.small_run import write_small_run
+from tests.helpers.small_run import write_sft_config, write_small_run
 
 
 @pytest.fixture
@@ -107,6 +109,33 @@ def test_a_tokenizer_of_another_model(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "model/config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     assert main([str(folder / "c.toml")]) == 2
     assert "the tokenizer belongs to another model" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_imitated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No step comes to them: the first are fine, and one that is held out needs no answer while nothing reads it."""
+    said = [{"role": role, "content": "1 + 1 ="} for role in ("user", "assistant")]
+    config = write_sft_config(
+        folder,
+        model={"path": f"{folder}/chat"},
+        data={"sources": [{"kind": "jsonl", "path": f"{folder}/said.jsonl", "answer_column": ""}]},
+        sft={"sequences_per_step": 1, "max_response_tokens": 8},
+    )
+    save_tiny_model(folder / "chat", hidden_size=32, num_layers=1, chat=True)
+    for last, settings, sentence in (
+        (said[:1], [], "said.jsonl line 3: there is no response to imitate"),
+        (
+            [said[0], {"role": "assistant", "content": "2" * 9}],
+            [],
+            "line 3: an answer has 10 tokens, more than sft.max",
+        ),
+        ([said[0], {"role": "assistant", "content": "2" * 9}], ["data.overlong=drop"], None),
+    ):
+        rows = [said, said, last]
+        (folder / "said.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+        code = sft.main([str(config), "data.max_prompt_tokens=40", *settings, "--dry-run"])
+        told = capsys.readouterr()
+        assert code == (0 if sentence is None else 2), told
+        assert sentence is None or sentence in told.err, told.err
 
 
 def test_weights_that_do_not_belong_to_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -117,6 +118,7 @@ def test_gates_open_one_after_the_other_and_stay_open(tmp_path: Path) -> None:
 def test_a_function_says_the_chance(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def chance(*, success, visits, metadata):\n    return float(visits < 2 and metadata['level'] > -5)\n"
+        "def unread(*, visits):\n    return 1.0\n"
         "def nothing(*, task):\n    return 0\n"
         "def wrong(*, task):\n    return 'much'\n"
         "def asks(*, level):\n    return 1\n"
@@ -127,6 +129,13 @@ def test_a_function_says_the_chance(tmp_path: Path) -> None:
         return Steps(curriculum(prompts, kind="function", function=f"{tmp_path}/mine.py:{name}"), prompts, by_row)
 
     steps = ask("chance")
+    with mock.patch.object(prompts, "metadata", wraps=prompts.metadata) as read:
+        steps.chosen.positions(0, 10, Measurements())[9]
+        steps.chosen.positions(0, 10, Measurements())[9]
+        seen = [call.args[0] for call in read.call_args_list]
+        assert len(seen) == len(set(seen)) > 0, "a row is read once"
+        ask("unread").chosen.positions(0, 10, Measurements())[9]
+        assert read.call_count == len(seen), "and none for a function that does not ask for it"
     assert Counter(steps.row(index)[1] for _ in range(2) for index in steps.step()) == dict.fromkeys(range(10), 2)
     with pytest.raises(UserError, match="gave each of 41 prompts, all that there are, the chance 0"):
         steps.step()

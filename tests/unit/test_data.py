@@ -492,12 +492,14 @@ def test_pairs_have_the_response_to_imitate(tmp_path: Path) -> None:
     assert sorted((p.text, r) for p, r in said if p.task == "default") == [(f"q{i}", f"r{i}") for i in range(6)]
     assert all(r == p.metadata["metadata"]["word"][::-1] for p, r in said if p.task == "spell_backward")
     unanswered = training_stream(jsonl(tmp_path / "e.jsonl", [{"prompt": "q", "answer": "a"}]))
-    told = "no response_column is set, and its prompt is a text; it has the columns prompt, answer; set response_column"
-    with pytest.raises(UserError, match=rf"e\.jsonl line 1 has no response to imitate: {told}"):
+    told = "no response_column is set, and the prompt is a text; the row has the columns prompt, answer; set"
+    with pytest.raises(UserError, match=rf"e\.jsonl line 1: there is no response to imitate: {told}"):
         unanswered.pairs(0, 1)
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     conversation = jsonl(tmp_path / "c.jsonl", [{"n": 1, "prompt": asked, "reply": "r"}], answer_column="")
-    with pytest.raises(UserError, match=r'ends with a message of role "user"; it has the columns n, prompt, reply;'):
+    with pytest.raises(
+        UserError, match=r'ends with a message of role "user"; the row has the columns n, prompt, reply;'
+    ):
         make_training_stream(
             data(conversation), None, seed=0, tokenizer=byte_tokenizer(chat_template=CHAT_TEMPLATE)
         ).pairs(0, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+import tomlkit
 
 from spmdrl.preflight.hub import require_writable, send
 from spmdrl.report.model_card import model_card
@@ -32,6 +34,41 @@ def test_the_card_has_what_the_run_has(tmp_path: Path) -> None:
     assert "watchdog." not in card
     before = model_card(run, step=20)
     assert "at step 20 |" in before and "at step 60 |" not in before
+
+
+def test_the_card_names_no_address_and_no_folder(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    shutil.copytree(SEEDS[0], run)
+    table = tomllib.loads((run / "config.toml").read_text())
+    judge = {
+        "kind": "judge",
+        "url": "http://10.0.0.7:8000/v1",
+        "model": "big",
+        "api_key_variable": "OUR_KEY",
+        "weight": 0.5,
+    }
+    function = {"kind": "function", "function": "/home/me/secret/reward.py:score", "params": {"at": "https://me.org/x"}}
+    table["reward"] |= {"terms": [judge, function], "sandbox": {"mode": "off"}}
+    table["environment"] = {
+        "source": {"kind": "openenv", "url": "http://10.0.0.8", "action": "message"},
+        "max_turns": 3,
+    }
+    table["data"]["sources"] = [{"kind": "jsonl", "path": "../private/sums.jsonl", "image_root": "/data"}]
+    table["data"]["system_prompt"] = "Read https://spmdrl.org/rules and 1/2."
+    (run / "config.toml").write_text(tomlkit.dumps(table))
+    card = model_card(run, step=60)
+    for hidden in ("10.0.0", "OUR_KEY", "/home", "secret", "me.org", "private", "/data", "sandbox", "runs/"):
+        assert hidden not in card, hidden
+    for said in (
+        "reward.py:score",
+        '"model": "big"',
+        "sums.jsonl",
+        "max_turns = 3",
+        "https://spmdrl.org/rules and 1/2",
+        "demo-sft/hf",
+        "Left out: addresses",
+    ):
+        assert said in card, said
 
 
 def test_a_push_needs_a_name_and_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
