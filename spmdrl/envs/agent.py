@@ -47,6 +47,7 @@ class AgentClient:
         else:
             command, port, gives_answer = _command(source.command), source.port, source.gives_answer
         self.tools: list[dict[str, Any]] = []  # they come with each call
+        self.gives_rewards = True
         self.unprotected: list[str] = []  # there is no sandbox
         self._runs: set[AgentRun] = set()  # in the loop's thread only
         self._endpoint = Endpoint(port)

@@ -42,6 +42,7 @@ class Environments(Protocol):
     """The environments of a rank."""
 
     tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them
+    gives_rewards: bool
     unprotected: list[str]  # what the sandbox cannot stop on this machine
 
     def check(self, start: EpisodeStart) -> Observation:
@@ -99,6 +100,7 @@ class EnvironmentClient:
             cfg.num_workers,
         )
         self.tools = self._workers.loaded.tools  # JSON schemas, as chat templates take them
+        self.gives_rewards = self._workers.loaded.gives_rewards
         self.unprotected = self._workers.loaded.unprotected  # what the sandbox cannot stop on this machine
 
     def __enter__(self) -> EnvironmentClient:
@@ -312,6 +314,6 @@ def _replay_key(observation: Observation) -> tuple[Any, ...]:
 
 def _loaded(answer: Any) -> Loaded:
     match answer:
-        case {"tools": list(tools)} if all(isinstance(tool, dict) for tool in tools):
-            return Loaded(tools=tools, unprotected=unprotected_in(answer))
+        case {"tools": list(tools), "gives_rewards": bool(gives)} if all(isinstance(tool, dict) for tool in tools):
+            return Loaded(tools=tools, gives_rewards=gives, unprotected=unprotected_in(answer))
     raise ValueError(INVALID_ANSWER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from mcp_types import CONNECTION_CLOSED
 
 from spmdrl.data.image_forms import Content
 from spmdrl.envs.toolbox import Tool, ToolError, ToolGone, tool_schema
+from spmdrl.faults.text import one_line
 
+_MAX_LINE = 10_000  # characters of a line of standard error
 _START_S = 60.0  # for a server to answer for the first time
 
 
@@ -36,8 +39,13 @@ class McpServer:
             server.tools = [server._tool(described) for described in await _listed(client)]
         except Exception as error:
             await server.close()
-            raise ValueError(f"the MCP server {' '.join(command)} cannot be used: {_reason(error)}") from error
+            said = f"; it said last: {one_line(words)}" if (words := server.last_words()) else ""
+            raise ValueError(f"the MCP server {' '.join(command)} cannot be used: {_reason(error)}{said}") from error
         return server
+
+    def last_words(self) -> str:
+        """Return the last line of the server's standard error, once it has ended."""
+        return self._session.errors.last_line() if self._session is not None else ""
 
     async def close(self) -> None:
         """End the server."""
@@ -68,12 +76,32 @@ class McpServer:
         return Tool(schema=tool_schema(name, described.get("description") or "", described["inputSchema"]), call=call)
 
 
+class _Errors:
+    """The standard error of a server, of which the last line is cached: nothing of it runs into the console."""
+
+    def __init__(self) -> None:
+        reads, writes = os.pipe()
+        self._reads, self.stream = os.fdopen(reads, errors="replace"), os.fdopen(writes, "w")
+        self._last = ""
+        self._thread = threading.Thread(target=self._follow, name="errors of a server", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        with self._reads:
+            while line := self._reads.readline(_MAX_LINE):
+                self._last = line.strip() or self._last
+
+    def last_line(self) -> str:
+        self._thread.join(1.0)  # others that the server has started may have its stream
+        return self._last
+
+
 class _Session:
     """A running server and its client, in a task: who enters the client's context must leave it too."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._end = asyncio.Event()
+        self._end, self.errors = asyncio.Event(), _Errors()
         self._task = asyncio.create_task(self._run(command))
 
     @property
@@ -90,12 +118,14 @@ class _Session:
         program, *arguments = command
         described = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
         try:
-            async with Client(stdio_client(described)) as client:
+            async with Client(stdio_client(described, errlog=self.errors.stream)) as client:
                 self.client.set_result(client)
                 await self._end.wait()
         except Exception as error:
             if not self.client.done():
                 self.client.set_exception(error)
+        finally:
+            self.errors.stream.close()
 
 
 async def _listed(client: Client) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class Maker:
     make: Callable[[], Environment]  # the environment of one episode
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, as chat templates take them
     close: Callable[[], Awaitable[None]] = _nothing  # frees what the environments share
+    gives_rewards: bool = True  # as far as is known before an episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ class Loaded:
     """A process's answer to its job."""
 
     tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them
+    gives_rewards: bool
     unprotected: list[str]  # what the sandbox cannot stop on this machine
 
 

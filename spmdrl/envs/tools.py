@@ -114,7 +114,15 @@ def load_trl(name: str) -> Maker:
         raise ValueError(f"{name} cannot be made without arguments: {type(error).__name__}: {error}") from error
     if not inspect.ismethod(getattr(probe, "reset", None)):
         raise ValueError(f"{name} has no method reset, which begins an episode")
-    return Maker(partial(TrlEpisode, factory), _methods(probe).schemas)
+    names = {name for _, method in inspect.getmembers(type(probe), inspect.isfunction) for name in _names_in(method)}
+    gives_rewards = hasattr(probe, "reward") or hasattr(probe, "get_reward") or "reward" in names
+    return Maker(partial(TrlEpisode, factory), _methods(probe).schemas, gives_rewards=gives_rewards)
+
+
+def _names_in(method: Any) -> tuple[str, ...]:
+    """Return the attributes that a method's code names; none where it is not Python's."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _methods(environment: Any) -> Toolbox:

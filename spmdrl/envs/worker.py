@@ -58,7 +58,7 @@ async def _serve(job: EnvJob, rank: socket.socket, walls: Isolation) -> None:
         os._exit(1)  # threads of the user's may be alive
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
-    rank.sendall(line({"unprotected": walls.missing, "tools": served.tools}))
+    rank.sendall(line({"unprotected": walls.missing, "tools": served.tools, "gives_rewards": served.gives_rewards}))
     reader, served.writer = await asyncio.open_connection(sock=rank)
     try:
         while True:
@@ -89,7 +89,7 @@ class _Environments:
             module = importlib.import_module(f"spmdrl.envs.{'tools' if job.kind in ('tools', 'trl') else 'sources'}")
         loaded = getattr(module, f"load_{job.kind}")(**job.settings)
         self._maker: Maker = await loaded if inspect.isawaitable(loaded) else loaded
-        self.tools = self._maker.tools
+        self.tools, self.gives_rewards = self._maker.tools, self._maker.gives_rewards
 
     def take(self, request: Request | int) -> None:
         """Start what is asked; the answer is sent when it is there."""

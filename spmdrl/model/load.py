@@ -82,6 +82,11 @@ def read_model_config(cfg: ModelConfig) -> Any:
         or_this = f', or to "hf:{cfg.path}" with run.download = true' if is_hubs else ""
         raise UserError(f'model.path = "{cfg.path}" does not exist; set it to a directory{or_this}')
     if not (Path(cfg.path) / "config.json").is_file():
+        if (Path(cfg.path) / "adapter_config.json").is_file():
+            raise UserError(
+                f'model.path = "{cfg.path}" holds adapters and no model; set lora.path to it, and model.path to their '
+                "base"
+            )
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
         read_json(Path(cfg.path) / "config.json", dict[str, Any])

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config, Section, TuningConfig
 from spmdrl.config.environment import SummaryContext
+from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
@@ -65,6 +66,12 @@ def environment_problems(
     if isinstance(cfg, TuningConfig) or cfg.environment is None or environment.client is None:
         return
     yield from parser_problems(cfg)
+    if not environment.client.gives_rewards and any(isinstance(one, EnvironmentReward) for one in cfg.reward.terms):
+        yield (
+            'reward.terms has kind = "environment", and the class of environment.source has neither get_reward() nor '
+            "an attribute reward, so that every reward would be 0; give it one of them (TRL's reward_func(environments) "
+            'cannot be called here), or reward its text by a term of kind = "function"'
+        )
     (prompt,) = prompts.take(0, 1)
     greeting = environment.client.check(start_of(prompt, cfg.run.seed))
     try:

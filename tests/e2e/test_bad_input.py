@@ -23,6 +23,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": \n')
     (tmp_path / "text").mkdir()
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/adapter_config.json").write_text("{}")
+    (tmp_path / "counts.py").write_text(
+        'class Counts:\n    def reset(self): self.n = 0\n    def up(self):\n        "Count."\n        self.n += 1\n'
+    )
     return tmp_path
 
 
@@ -35,6 +40,14 @@ CASES = {
     "wrong type": (["rollout.group_size=many"], 'rollout.group_size = "many"'),
     "batch arithmetic": (["rollout.prompts_per_step=7", "loss.updates_per_step=2"], "set it to 6 or 8"),
     "no model": (["model.path={folder}/text"], "is not a model directory: it has no config.json"),
+    "adapters as a model": (["model.path={folder}/adapters"], "set lora.path to it, and model.path to their"),
+    "an environment that rewards nothing": (
+        [
+            'environment={{source={{kind="trl",name="{folder}/counts.py:Counts"}},max_turns=2}}',
+            'reward.terms=[{{kind="environment"}}]',
+        ],
+        "has neither get_reward() nor an attribute reward, so that every reward would be 0",
+    ),
     "empty data": ([source("{folder}/empty.jsonl")], "empty.jsonl"),
     "missing column": ([source("{folder}/rows.jsonl")], "rows.jsonl line 2"),
     "malformed row": ([source("{folder}/broken.jsonl")], "broken.jsonl line 2"),

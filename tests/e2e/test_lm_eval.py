@@ -51,15 +51,13 @@ DIGITS = """\
 def digits(doc, results):
     return {"digits": sum(map(str.isdigit, results[0])) / 8}
 """
-needs_lm_eval = pytest.mark.skipif(
-    not PYTHON.exists(), reason="there is no .venv-lmeval; `make setup-lmeval` makes it"
-)
+needs_lm_eval = pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-lmeval; `make setup-lmeval` makes it")
 
 
 def write_tasks(folder: Path) -> None:
     rng = random.Random(0)
     rows = []
-    for number in range(NUM_ITEMS):
+    for _ in range(NUM_ITEMS):
         one, other = rng.randrange(10), rng.randrange(10)
         wrong = rng.sample([total for total in range(19) if total != one + other], 3)
         choices = [f" {total}" for total in rng.sample([one + other, *wrong], 4)]

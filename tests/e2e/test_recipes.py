@@ -20,7 +20,7 @@ from spmdrl.tools.model_shrink import save_tiny, shrunk
 from spmdrl.tools.model_source import source_of
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import rows, without_curves
+from tests.helpers.small_run import REWARD, rows, without_curves
 from tests.helpers.vision import as_file, photo, save_vision_files
 from tests.helpers.vision_models import save_qwen2_5_vl
 
@@ -133,6 +133,9 @@ def miniature(folder: Path, name: str) -> Path:
             path = folder / f"{table}.{source['kind']}"
             write_data(path, name=name, first=20 * place)
             source["path"] = str(path)
+    if settings.get("rollout", {}).get("dynamic_sampling"):  # for ever, where a model that knows nothing earns nothing
+        (folder / "reward.py").write_text(REWARD)
+        settings["reward"]["terms"].append({"kind": "function", "function": f"{folder}/reward.py:digits"})
     settings["run"] |= {"dir": str(folder), "name": "run"}
     (folder / "c.toml").write_text(tomlkit.dumps(settings))
     return folder / "c.toml"

@@ -292,7 +292,7 @@ def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layo
 
 
 @pytest.mark.slow
-def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
+def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_kills(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("curriculum")
@@ -308,7 +308,7 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
         eval=None,
         export={"at_end": False},
         reward={"terms": [{"kind": "function", "function": f"{folder}/reward.py:digits"}], "kl_coef": 0.0},
-        checkpoint={"every": 13},
+        checkpoint={"every": 2},
         data=tables["data"],
     )
     (folder / "reward.py").write_text(
@@ -316,15 +316,21 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_a_resume(
     )
     launch(folder, 1, "run.name=alone")
     launch(folder, 2, "run.name=pair")
-    launch(folder, 2, "run.name=stopped", "run.num_steps=13")
-    launch(folder, 1, "run.name=stopped")
+    for name, num_ranks, phase in (("killed-alone", 1, "rollout"), ("killed-pair", 2, "update"), ("moved", 2, "batch")):
+        with pytest.raises(AssertionError, match="died without a word"):
+            killed = partial(entering, 14, phase, signal.SIGKILL, num_ranks - 1)
+            run_ranks(num_ranks, cut, [str(folder / "c.toml"), f"run.name={name}"], killed, timeout_s=200.0)
+        launch(folder, 1 if name == "moved" else num_ranks, f"run.name={name}")
+    for one, other in (("alone", "killed-alone"), ("pair", "killed-pair")):
+        assert steady_rows(folder / "runs" / one) == steady_rows(folder / "runs" / other)
+        assert sample_rows(folder / "runs" / one) == sample_rows(folder / "runs" / other)
 
     def prompts(name: str) -> list[list[int]]:
         samples = [row for row in sample_rows(folder / "runs" / name) if "prompt_id" in row]
         return [sorted({row["prompt_id"] for row in samples if row["step"] == step}) for step in range(1, 17)]
 
     expected = prompts("alone")
-    assert prompts("pair") == prompts("stopped") == expected
+    assert prompts("pair") == prompts("moved") == expected
     assert expected[0] == list(range(8)) and expected[-1][-1] > 16 * 8 + 8, "nothing was passed over"
     last = rows(folder / "runs/alone")[-1]
     assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1

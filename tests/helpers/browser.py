@@ -109,10 +109,10 @@ class Browser:
             assert time.monotonic() < until, "the page did not come to it"
             time.sleep(0.01)
 
-    def open(self, page: Path) -> None:
-        """Open a file and wait until it is loaded."""
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address and wait until it is loaded."""
         self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         self.wait_for(
             lambda: self.value("document.readyState") == "complete" and bool(self.named("Page.loadEventFired"))
         )

@@ -32,6 +32,7 @@ class FakeEnvironments:
         self.lock = threading.Lock()
         self.threads = ThreadPoolExecutor(256)
         self.tools: list[dict[str, Any]] = []
+        self.gives_rewards = True
 
     def open(
         self,

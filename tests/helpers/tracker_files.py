@@ -1,5 +1,6 @@
-"""A run's folder for sinks; and the numbers that trackers have written offline: as a program it prints
-{run: {step: {name: number}}} as JSON."""
+"""A run's folder for sinks; and the numbers that trackers have written offline.
+
+As a program it prints {run: {step: {name: number}}} as JSON, or with `report` as its first argument it is a run."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import math
 import sqlite3
 import struct
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,10 +32,21 @@ def set_sinks(run: Path, sinks: Mapping[str, Mapping[str, Any]]) -> None:
     (run / "config.toml").write_text("\n".join(lines))
 
 
-def report(run: Path) -> Report:
+def report(run: Path, *, start_step: int | None = None) -> Report:
     sinks, _ = sinks_of(run)
     cfg = ReportConfig(tensorboard=False, console="plain", sinks=SinksConfig(**sinks))
-    return Report(cfg, RunFolder(run), num_steps=3, active=True)
+    return Report(cfg, RunFolder(run), num_steps=100, active=True, start_step=start_step)
+
+
+def run_until(run: Path, start_step: int, end: int, shift: float, *, stays: bool) -> None:
+    """Report the steps after a checkpoint as a run does, and end it, or wait to be killed."""
+    one = report(run, start_step=start_step)
+    for step in range(start_step + 1, end):
+        one.step(step, {"reward/mean": step / 7, "update/loss": step / 3 + shift}, samples=[], histograms={})
+    if stays:
+        print("ready", flush=True)
+        time.sleep(600)
+    one.close()
 
 
 def write_rows(run: Path, steps: Sequence[int], *, start_step: int, shift: float = 0.0) -> None:
@@ -112,6 +125,10 @@ def swanlab(sinks: Path) -> Found:
 READERS: dict[str, Callable[[Path], Found]] = {"wandb": wandb, "trackio": trackio, "mlflow": mlflow, "swanlab": swanlab}
 
 if __name__ == "__main__":
+    if sys.argv[1] == "report":
+        _, _, run, start, end, shift, *stays = sys.argv
+        run_until(Path(run), int(start), int(end), float(shift), stays=bool(stays))
+        sys.exit()
     kind, sinks = sys.argv[1:]
     found: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for run, step, name, value in READERS[kind](Path(sinks)):

@@ -328,10 +328,11 @@ def test_tools_of_an_mcp_server_share_its_session_between_episodes(server: Path)
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("command", [("no-such-program",), (sys.executable, "-c", "raise SystemExit")])
+@pytest.mark.parametrize("command", [("no-such-program",), (sys.executable, "-c", "raise SyntaxError('mine')")])
 def test_an_mcp_server_that_does_not_start_is_refused(command: tuple[str, ...]) -> None:
     pytest.importorskip("mcp")
-    with pytest.raises(ValueError, match=f"^the MCP server {command[0]}.* cannot be used: "):
+    words = "; it said last: SyntaxError: mine" if "mine" in command[-1] else ""
+    with pytest.raises(ValueError, match=f"^the MCP server {command[0]}.* cannot be used: .*{words}$"):
         asyncio.run(tools.load_tools(tools=({"kind": "mcp", "command": command},)))
 
 

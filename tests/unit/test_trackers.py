@@ -10,12 +10,15 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from spmdrl.report.files import read_rows
+from spmdrl.report.sinks import POLL_S
 from tests.helpers.tracker_files import set_sinks, write_rows
 
 TRACKERS = Path(os.environ.get("TRACKERS", Path(sys.prefix, "trackers")))
@@ -71,6 +74,24 @@ def test_a_tracker_has_the_numbers_of_the_file_after_resumes_and_kills(kind: str
     assert "all steps go to a new run" in program(*sync)
     ((second, values),) = found().items()
     assert second != first and values == rows()
+    # The node dies with the run and the process that sends: then a run resumes at step 8, and another is preempted.
+    following = ("-m", "tests.helpers.tracker_files", "report", str(run))
+    before = (run / "sinks" / f"{kind}.json").read_text()
+    trainer = subprocess.Popen(
+        [sys.executable, *following, "8", "13", "0.25", "stays"], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout is not None and any(line == "ready\n" for line in trainer.stdout)
+    while (run / "sinks" / f"{kind}.json").read_text() == before:
+        time.sleep(0.1)
+    time.sleep(2 * POLL_S)  # for some of its rows
+    for process in [*psutil.Process(trainer.pid).children(recursive=True), trainer]:
+        process.kill()
+    trainer.wait()
+    program(*following, "10", "16", "0.75")
+    ((third, values),) = found().items()
+    assert third not in (first, second) and values == rows() and max(values) == 15
+    program(*following, "15", "18", "0.75")  # what ended in order goes on
+    assert found() == {third: rows()} and max(rows()) == 17
 
 
 def plain(value: float) -> float | None:
