@@ -2,6 +2,7 @@
 #   make setup TORCH=cuda                 the versions of constraints/cuda.txt instead of constraints/cpu.txt
 #   make setup TORCH_INDEX=URL            the package index that torch, and torch alone, comes from
 #   make setup EXTRAS=dev,docs,flash      other extras of pyproject.toml
+#   make setup-lmeval                     lm-eval-harness in .venv-lmeval, for a test of `spmdrl serve`
 #   make setup-verifiers                  verifiers in .venv-verifiers, whose packages clash with those of .venv
 #   make setup-sglang                     SGLang too, with its CUDA packages where TORCH=cuda, without them elsewhere
 #   make PYTHON=python3.12 ...            the interpreter that .venv is made with
@@ -41,8 +42,9 @@ UNPACK_BROWSER := const fs = require("fs"), zlib = require("zlib"); for (const n
   "chromium", "al2023.tar", "swiftshader.tar"]) \
   fs.writeFileSync(name, zlib.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
 
-# An environment of its own, because its pins clash with those of SGLang.
+# Environments of their own: the pins of verifiers clash with those of SGLang, and a harness brings what nobody else needs.
 VERIFIERS := .venv-verifiers
+LMEVAL := .venv-lmeval
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -72,7 +74,7 @@ SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verifiers test-verifiers test-trackers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
+.PHONY: help setup setup-sglang setup-lmeval test-lmeval setup-verifiers test-verifiers test-trackers sglang-unless-light demo test test-unit test-attack test-kernels test-spmd test-engine \
   test-processes test-e2e test-docs test-browser pictures test-slurm test-levels test-fake-cuda test-long test-floor test-newest test-gpu lint format bench bench-table bench-check dist docs \
   site clean
 
@@ -86,6 +88,17 @@ setup: ## install spmdrl and its tools into .venv
 
 setup-sglang: ## the same and SGLang; it needs no GPU
 	@$(MAKE) --no-print-directory $(WITH_SGLANG) TORCH=$(TORCH)
+
+setup-lmeval: $(LMEVAL)/.installed ## lm-eval-harness, into .venv-lmeval, for the tests of `spmdrl serve`
+
+# torch first and alone; the versions of .venv for what the two share.
+$(LMEVAL)/.installed: constraints/cpu.txt
+	@$(PYTHON) -c '$(CHECK_VERSION)'
+	test -x $(LMEVAL)/bin/python || $(PYTHON) -m venv $(LMEVAL)
+	$(LMEVAL)/bin/python -m pip --disable-pip-version-check install "$$(grep '^torch==' $<)"
+	$(LMEVAL)/bin/python -m pip --disable-pip-version-check install $$(grep -E '^(torch|transformers|tokenizers|accelerate|numpy)==' $<) \
+	  'lm_eval[api,hf]==0.4.13'
+	@touch $@
 
 setup-verifiers: $(VERIFIERS)/.installed ## verifiers, into .venv-verifiers
 
@@ -178,6 +191,9 @@ test-browser: $(CHROMIUM) $(INSTALLED) ## pages in a real browser
 
 pictures: $(CHROMIUM) $(INSTALLED) ## draw the pictures in docs/images that show recorded runs
 	CHROMIUM="$(abspath $(CHROMIUM))" PICTURES=docs/images $(PYTEST) tests/browser/test_compare_page.py
+
+test-lmeval: $(LMEVAL)/.installed $(INSTALLED) ## lm-eval-harness against `spmdrl serve`; test-long has it where it is installed
+	$(ONE_THREAD) $(PYTEST) -m slow tests/e2e/test_lm_eval.py
 
 test-verifiers: $(VERIFIERS)/.installed $(INSTALLED) ## episodes of verifiers itself; test-long has them where it is installed
 	$(ONE_THREAD) $(PYTEST) tests/unit/test_verifiers.py

@@ -62,7 +62,7 @@ class Benchmark:
     about: str
     goal: float | None = None  # the largest ratio that is good enough; None where it is a price, and only told
     measure: Callable[[Settings], Measurement]
-    in_readme: bool = False  # the eight that `make bench` measures when it gets no names
+    in_readme: bool = False  # the six that `make bench` measures when it gets no names
 
 
 def verdict(ratio: float, goal: float | None) -> str:
@@ -534,7 +534,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "step-fixed-kl": Benchmark(about="the same with a reference model", goal=0.8, measure=step("fixed", beta=0.04)),
     "step-natural": Benchmark(
-        in_readme=True, about="training step, responses that end by themselves", goal=0.85, measure=step("natural")
+        about="training step, responses that end by themselves", goal=0.85, measure=step("natural")
     ),
     "step-tail": Benchmark(
         in_readme=True, about="training step, lognormal lengths", goal=0.2, measure=step("tail", fewer_steps=2)
@@ -562,7 +562,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         measure=packing,
     ),
     "logprob-memory": Benchmark(
-        in_readme=True,
         about="memory for log-probabilities of 4,096 tokens, vocabulary 151,936",
         goal=0.1,
         measure=logprob_memory,

@@ -69,8 +69,8 @@ def environment_problems(
     if not environment.client.gives_rewards and any(isinstance(one, EnvironmentReward) for one in cfg.reward.terms):
         yield (
             'reward.terms has kind = "environment", and the class of environment.source has neither get_reward() nor '
-            "an attribute reward, so that every reward would be 0; give it one of them (TRL's reward_func(environments) "
-            'cannot be called here), or reward its text by a term of kind = "function"'
+            "an attribute reward, so that every reward would be 0; give it one of them (a reward_func of TRL's "
+            'is not called here), or reward its text by a term of kind = "function"'
         )
     (prompt,) = prompts.take(0, 1)
     greeting = environment.client.check(start_of(prompt, cfg.run.seed))

@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +76,14 @@ class Comparison:
 
 
 def compare(runs: Sequence[RecordedRun]) -> Comparison:
-    """Gather runs to lines, in the order in which they are given."""
-    groups: dict[str, list[RecordedRun]] = {}
+    """Gather runs to lines, in the order in which they are given; runs of the same seed are lines of their own."""
+    groups: dict[tuple[str, int], list[RecordedRun]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for run in runs:
-        groups.setdefault(json.dumps(_telling(run), sort_keys=True, default=str), []).append(run)
+        settings = json.dumps(_telling(run), sort_keys=True, default=str)
+        seed = run.settings.get("run.seed")
+        groups.setdefault((settings, seen[settings, str(seed)]), []).append(run)
+        seen[settings, str(seed)] += seed is not None
     differences = dict(_differences([group[0] for group in groups.values()]))
     labels = _labels(list(groups.values()), differences)
     lines = tuple(Line(label, tuple(group)) for label, group in zip(labels, groups.values(), strict=True))
@@ -101,8 +106,9 @@ def _differences(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[str, 
 
 def _labels(groups: Sequence[Sequence[RecordedRun]], differences: dict[str, tuple[str, ...]]) -> list[str]:
     """Name each line by the setting in which all lines differ, where it is one; else by its runs."""
-    if len(differences) == 1:
-        ((name, values),) = differences.items()
+    for name, values in differences.items() if len(differences) == 1 else ():
+        if len(set(values)) < len(values):
+            break
         return [f"{name} = {value}" for value in values]
     names = [", ".join(run.name for run in group) for group in groups]
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]

@@ -294,7 +294,7 @@ RULES = (
     Rule(
         name="numbers that are not finite",
         check=written_as_null,
-        why="a sum over tokens overflowed or divided by nothing; what follows it means little",
+        why="a sum over tokens overflowed or was divided by zero, and every number after it is suspect",
         remedy="look at samples.jsonl of that step; lower optim.lr, or set model.compute_dtype to bfloat16",
         page="faults.md",
     ),

@@ -35,6 +35,12 @@ def test_runs_that_differ_by_their_seed_alone_are_one_line() -> None:
     assert compared.differences == {"optim.lr": ("0.0005", "5e-05")}
 
 
+def test_runs_of_the_same_seed_are_lines_of_their_own() -> None:
+    rows = [{"step": 1.0, "reward/mean": 0.5}]
+    runs = [made_up(name, rows, **{"run.seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    assert [line.label for line in compare(runs).lines] == ["a, c", "b"]
+
+
 def test_a_band_is_from_the_lowest_to_the_highest_at_steps_that_all_have() -> None:
     one = Series(np.arange(1, 6), np.array([1.0, 2.0, math.nan, 4.0, 5.0]))
     two = Series(np.arange(2, 9), np.arange(2.0, 9.0) * 2)
