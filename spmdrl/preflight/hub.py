@@ -26,6 +26,7 @@ _MODEL = re.compile(_REPOSITORY)
 _FILE = re.compile(rf"{_REPOSITORY}:(?P<file>.+)")
 # A model directory without weights in formats that can run code, and without code.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_SPLITS = ("train", "test", "validation")  # as files of data sets name them
 _USUAL_FOLDERS = ("main", "default", "data")  # of a data set, where others have other forms of it
 
 
@@ -150,12 +151,16 @@ def with_split_file(name: str, download: bool, *, split: str) -> str:
         folder = Path(_asked("snapshot_download", match.groupdict(), download, repo_type="dataset"))
         files = [file.relative_to(folder) for file in folder.rglob("*")]
     rows = sorted(str(file) for file in files if file.suffix in (".jsonl", ".parquet"))
-    of_split = [file for file in rows if split in file] or rows
+    others = [one for one in _SPLITS if one != split]
+    of_split = [file for file in rows if split in file]
+    of_split = of_split or [file for file in rows if not any(one in file for one in others)]
     usual = [file for file in of_split if Path(file).parts[0] in _USUAL_FOLDERS]
     of_split = usual if len(of_split) > 1 and usual else of_split
     if len(of_split) != 1:
-        there_are = f"one of {', '.join(of_split[:10])}" if of_split else "none of jsonl or parquet is there"
-        raise UserError(f"name its file: {name}:FILE; {there_are}")
+        missing = "" if of_split or not rows else f"it has no file of the split {split}; "
+        candidates = of_split or rows
+        there_are = f"one of {', '.join(candidates[:10])}" if candidates else "none of jsonl or parquet is there"
+        raise UserError(f"{missing}name its file: {name}:FILE; {there_are}")
     return f"{name}:{of_split[0]}"
 
 

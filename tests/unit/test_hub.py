@@ -216,6 +216,10 @@ def test_a_configuration_is_written_for_names_and_planned_from_the_cache(hub: Hu
         (["main/train.parquet", "main/test.parquet", "socratic/train.parquet"], "main/train.parquet"),
         (["rows.jsonl"], "rows.jsonl"),
         (["a/train.jsonl", "b/train.jsonl"], "name its file: hf:a/b:FILE; one of a/train.jsonl, b/train.jsonl"),
+        (
+            ["data/test.parquet"],
+            "it has no file of the split train; name its file: hf:a/b:FILE; one of data/test.parquet",
+        ),
         (["README.md"], "name its file: hf:a/b:FILE; none of jsonl or parquet is there"),
     ],
 )
