@@ -52,6 +52,7 @@ SIZES: dict[str, Any] = {
     "checkpoint.every": 2,
     "rollout.engine": "torch",
 }
+ALWAYS = ("dpo", "gsm8k")  # the others are slow
 ONLY_FOR_SGLANG = ("rollout.tp_size", "rollout.memory_fraction")
 MORE_TURNS = {"rollout.max_response_tokens": 200, "data.max_prompt_tokens": 400}
 CHANGES: Mapping[str, dict[str, Any]] = {
@@ -141,7 +142,12 @@ def miniature(folder: Path, name: str) -> Path:
     return folder / "c.toml"
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in NAMES]
+)
 def test_a_recipe_in_miniature_runs_to_its_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPES.parents[1])
     program: Callable[[list[str]], int] = pairs.main if name == "dpo" else train.main
