@@ -118,9 +118,9 @@ class Served:
             )
         except UserError as error:
             raise CallError(str(error)) from error
-        response = self._sample(
+        response = self._submit(
             prompt, body, call.max_tokens or self.max_tokens - len(prompt), _seed(body, number, place=0)
-        )
+        ).result()
         action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
         counted = replace(
             call.cut(action),
@@ -142,11 +142,15 @@ class Served:
             raise CallError("max_tokens, logprobs and n must be whole numbers, and n at least 1")
         if not isinstance(stop := body.get("stop") or [], str | list) or not all(isinstance(one, str) for one in stop):
             raise CallError("stop must be a text or a list of texts")
-        for prompt in self._prompts(body.get("prompt", "")):
-            for place in range(len(choices), len(choices) + count):
-                response = self._sample(prompt, body, limit, _seed(body, number, place=place)) if limit else None
-                choices.append(self._choice(prompt, response, body, place=place))
-                used = [used[0] + len(prompt), used[1] + (len(response.token_ids) if response else 0)]
+        asked = [prompt for prompt in self._prompts(body.get("prompt", "")) for _ in range(count)]
+        sampled = [  # together
+            self._submit(prompt, body, limit, _seed(body, number, place=place)) if limit else None
+            for place, prompt in enumerate(asked)
+        ]
+        for place, (prompt, future) in enumerate(zip(asked, sampled, strict=True)):
+            response = None if future is None else future.result()
+            choices.append(self._choice(prompt, response, body, place=place))
+            used = [used[0] + len(prompt), used[1] + (len(response.token_ids) if response else 0)]
         return {
             "id": f"cmpl-{number}",
             "object": "text_completion",
@@ -171,7 +175,7 @@ class Served:
             found.append(ids)
         return found
 
-    def _sample(self, prompt: tuple[int, ...], body: Mapping[str, Any], limit: int, seed: int) -> Response:
+    def _submit(self, prompt: tuple[int, ...], body: Mapping[str, Any], limit: int, seed: int) -> Future[Response]:
         temperature, top_p = body.get("temperature"), body.get("top_p")
         temperature, top_p = 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
         if not (isinstance(temperature, int | float) and 0 <= temperature <= 1000):
@@ -191,7 +195,7 @@ class Served:
             top_p=float(top_p),
             stop_token_ids=self.stops,
         )
-        return self.sampling.submit(request).result()
+        return self.sampling.submit(request)
 
     def _choice(
         self, prompt: tuple[int, ...], response: Response | None, body: Mapping[str, Any], *, place: int
@@ -222,11 +226,14 @@ class Served:
             logits = self.model(torch.tensor([token_ids], device=self.model.device)).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).cpu()
         own = logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
-        best = [None]
+        best: list[dict[str, float] | None] = [None]
         if top:
             values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
             for of_place, at_place in zip(values.tolist(), ids.tolist(), strict=True):
-                best.append({self._text((one,)): value for value, one in zip(of_place, at_place, strict=True)})  # type: ignore[arg-type]
+                found: dict[str, float] = {}
+                for value, token in zip(of_place, at_place, strict=True):
+                    found.setdefault(self._text((token,)), value)  # of tokens with the same text the most probable
+                best.append(found)
         tokens = [self._text((token,)) for token in token_ids]
         offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
         tops = best if top else [None] * len(token_ids)

@@ -93,8 +93,12 @@ def test_its_scores_through_the_server_are_those_of_its_own_backend(tmp_path: Pa
     own = {"model": "hf", "model_args": f"pretrained={model},dtype=float32", "device": "cpu", "batch_size": 16}
     said, both = {"tasks": ["sums_said"]}, {"tasks": ["sums_chosen", "sums_said"]}
     with serving(model) as url:
-        asked = f"tokenizer={model},num_concurrent=2,max_retries=1"
-        completions = {"model": "local-completions", "model_args": f"base_url={url}/completions,{asked}"}
+        asked = f"tokenizer={model},max_retries=1"
+        completions = {
+            "model": "local-completions",
+            "model_args": f"base_url={url}/completions,{asked}",
+            "batch_size": 16,
+        }
         chat = {"model": "local-chat-completions", "model_args": f"base_url={url}/chat/completions,{asked}"}
         job = {
             "tasks": str(tasks),
