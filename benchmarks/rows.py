@@ -98,6 +98,7 @@ def step(
     rollouts_factor: int = 1,
     ranks: int = 1,
     fewer_steps: int = 1,
+    teacher_layers: int = 0,
 ) -> Callable[[Settings], Measurement]:
     """Whole training steps of spmdrl beside TRL's, each in a process of its own; the ranks share the threads."""
 
@@ -108,6 +109,7 @@ def step(
             "size": size,
             "rollouts-factor": rollouts_factor,
             "ranks": ranks,
+            "teacher-layers": teacher_layers,
             "threads": max(1, settings.threads // ranks),
             "warmup-steps": settings.warmup_steps,
             "steps": max(1, settings.steps // fewer_steps),
@@ -550,6 +552,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "step-fixed-4x-rollouts": Benchmark(
         about="512 rollouts x 32 tokens", goal=0.85, measure=step("fixed", rollouts_factor=4, fewer_steps=4)
+    ),
+    "step-distill-fixed": Benchmark(
+        about="distillation step from twice the layers, 128 responses x 32 tokens",
+        goal=0.8,
+        measure=step("fixed", teacher_layers=2 * workload.NUM_LAYERS),
+    ),
+    "step-distill-tail": Benchmark(
+        about="the same with lognormal lengths",
+        goal=0.25,
+        measure=step("tail", teacher_layers=2 * workload.NUM_LAYERS, fewer_steps=2),
     ),
     "step-fixed-floor": Benchmark(about="training step beside its matrix products alone", measure=step_over_floor),
     "refit": Benchmark(in_readme=True, about="refit of SGLang, 200M parameters", goal=1.0, measure=refit),

@@ -47,8 +47,7 @@ prompts_per_step = {prompts}
 group_size = {group_size}
 max_response_tokens = {max_response_tokens}
 max_running = {rollouts}
-[reward]
-terms = [{{ kind = "function", function = "{here}/workload.py:reward" }}]
+{learns}
 [loss]
 clip_low = {clip}
 clip_high = {clip}
@@ -66,6 +65,21 @@ at_end = false
 console = "plain"
 """
 
+FROM_REWARDS = """\
+[reward]
+terms = [{{ kind = "function", function = "{here}/workload.py:reward" }}]
+"""
+FROM_TEACHER = """\
+[models.teacher]
+path = "{folder}/teacher"
+[distill]
+teacher = "teacher"
+[advantage]
+estimator = "none"
+[reward]
+terms = []
+"""
+
 Row = Mapping[str, Any]
 
 
@@ -76,6 +90,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workload.build_model_directory(folder / "model", size=args.size)
+        if args.teacher_layers:
+            workload.build_model_directory(folder / "teacher", size=args.size, teacher_layers=args.teacher_layers)
         workload.write_prompts(folder / "prompts.jsonl", num_steps=num_steps, count=workload.prompts_per_step(args))
         (folder / "config.toml").write_text(config(args, folder, num_steps), encoding="utf-8")
         launcher = workload.torchrun(args.ranks) if args.ranks > 1 else []
@@ -99,7 +115,7 @@ def config(args: argparse.Namespace, folder: Path, num_steps: int) -> str:
     tokens = rollouts // args.ranks * (workload.PROMPT_TOKENS + MEAN_RESPONSE_TOKENS[args.workload])
     return CONFIG.format(
         folder=folder,
-        here=HERE,
+        learns=(FROM_TEACHER if args.teacher_layers else FROM_REWARDS).format(folder=folder, here=HERE),
         num_steps=num_steps,
         threads=args.threads,
         engine=ENGINES[args.workload],

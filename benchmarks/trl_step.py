@@ -1,4 +1,5 @@
-"""Time training steps of TRL's GRPOTrainer on workload W, in its fastest configuration on a CPU.
+"""Time training steps of TRL's GRPOTrainer on workload W, in its fastest configuration on a CPU; with a teacher of
+its DistillationTrainer.
 
     .venv-trl/bin/python benchmarks/trl_step.py --workload fixed --beta 0
 
@@ -98,12 +99,47 @@ def gather(own: list[Any]) -> list[Any]:
 
 def build_trainer(args: argparse.Namespace, folder: Path, scores: list[StepScores]) -> Any:
     """The trainer in its fastest configuration; what this rank sampled in each step is appended to `scores`."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
     directory = workload.build_model_directory(folder / "model", size=args.size)
     num_steps, num_prompts = args.warmup_steps + args.steps, workload.prompts_per_step(args)
     workload.write_prompts(folder / "prompts.jsonl", num_steps=num_steps, count=num_prompts)
+    common = {
+        "output_dir": str(folder / "output"),
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "max_steps": num_steps,
+        "ddp_backend": "gloo" if args.ranks > 1 else None,
+        "per_device_train_batch_size": num_prompts * workload.GROUP_SIZE // args.ranks,
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": workload.MAX_RESPONSE_TOKENS[args.workload],
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        # Fixed lengths need no processor of ours: this is the cheapest way TRL has.
+        "generation_kwargs": {"suppress_tokens": [workload.PAD, workload.EOS]} if args.workload == "fixed" else None,
+        "shuffle_dataset": False,
+        "optim": "adamw_torch_fused",
+        "learning_rate": workload.LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": workload.MAX_GRAD_NORM,
+        "seed": 0,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    build = distillation_trainer if args.teacher_layers else grpo_trainer
+    return build(args, folder, directory, common, scores)
+
+
+def grpo_trainer(
+    args: argparse.Namespace, folder: Path, directory: Path, common: dict[str, Any], scores: list[StepScores]
+) -> Any:
+    """GRPO from the workload's reward."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
 
     def reward(
         prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any
@@ -113,38 +149,13 @@ def build_trainer(args: argparse.Namespace, folder: Path, scores: list[StepScore
         return rewards
 
     config = GRPOConfig(
-        output_dir=str(folder / "output"),
-        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_steps=num_steps,
-        ddp_backend="gloo" if args.ranks > 1 else None,
-        per_device_train_batch_size=num_prompts * workload.GROUP_SIZE // args.ranks,
-        gradient_accumulation_steps=1,
+        **common,
         num_generations=workload.GROUP_SIZE,
-        max_completion_length=workload.MAX_RESPONSE_TOKENS[args.workload],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        # Fixed lengths need no processor of ours: this is the cheapest way TRL has.
-        generation_kwargs={"suppress_tokens": [workload.PAD, workload.EOS]} if args.workload == "fixed" else None,
-        shuffle_dataset=False,
         num_iterations=1,
         epsilon=workload.CLIP,
         scale_rewards="group",
         beta=args.beta,
         use_bias_correction_kl=False,
-        optim="adamw_torch_fused",
-        learning_rate=workload.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=workload.MAX_GRAD_NORM,
-        seed=0,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     return GRPOTrainer(
         model=str(directory),
@@ -155,10 +166,37 @@ def build_trainer(args: argparse.Namespace, folder: Path, scores: list[StepScore
     )
 
 
+def distillation_trainer(
+    args: argparse.Namespace, folder: Path, directory: Path, common: dict[str, Any], scores: list[StepScores]
+) -> Any:
+    """The reverse divergence from a teacher over the whole vocabulary; it samples one response to each row."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    class Counting(DistillationTrainer):
+        """Counts the tokens of what was sampled."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            scores.append((0.0, int(made["completion_mask"].sum())))
+            return made
+
+    teacher = workload.build_model_directory(folder / "teacher", size=args.size, teacher_layers=args.teacher_layers)
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    rows = [{"prompt": prompt} for prompt in prompts for _ in range(workload.GROUP_SIZE)]
+    return Counting(
+        model=str(directory),
+        teacher_model=str(teacher),
+        args=DistillationConfig(**common, teacher_model_init_kwargs=common["model_init_kwargs"], beta=1.0),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+    )
+
+
 def force_lengths(trainer: Any, args: argparse.Namespace) -> None:
     """Make every call of the policy's `generate` follow the workload's lengths, if they are not all the same.
 
-    GRPOTrainer has no setting for logits processors, so its model's `generate` is wrapped.
+    Its trainers have no setting for logits processors, so the model's `generate` is wrapped.
     """
     if args.workload != "tail":
         return

@@ -48,7 +48,7 @@ MAX_GRAD_NORM = 1.0
 
 PAD, EOS = 0, 1
 VOCABULARY = ("<pad>", "<eos>", *string.digits, *string.ascii_lowercase, *"+-*/=()[]{}<>.,:;!?'\"_#%& ")
-HEAD_DIM = 32
+HEAD_DIM, NUM_LAYERS = 32, 4
 # By about how many times as many parameters: hidden size, intermediate size, parameters.
 SIZES = {1: (128, 384, 796_032), 4: (256, 768, 3_164_672), 16: (512, 1536, 12_620_544)}
 
@@ -69,6 +69,7 @@ def parse_step_arguments(about: str) -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps that are not counted, at least 1")
     parser.add_argument("--steps", type=int, default=20, help="steps that are counted")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="processes, which share the rollouts")
+    parser.add_argument("--teacher-layers", type=int, default=0, help="of a teacher, in place of rewards; 0: none")
     args = parser.parse_args()
     if args.warmup_steps < 1 or args.steps < 1:
         parser.error("--warmup-steps and --steps are at least 1")
@@ -146,6 +147,7 @@ def step_result(
         "trainer": trainer,
         "workload": args.workload,
         "beta": args.beta,
+        "teacher_layers": args.teacher_layers,
         "parameters": SIZES[args.size][-1],
         "rollouts": prompts_per_step(args) * GROUP_SIZE,
         "num_ranks": args.ranks,
@@ -166,8 +168,8 @@ def step_result(
     }
 
 
-def build_model_directory(directory: Path, *, size: int = 1) -> Path:
-    """Write the model (seed 0) and its tokenizer as a Hugging Face directory."""
+def build_model_directory(directory: Path, *, size: int = 1, teacher_layers: int = 0) -> Path:
+    """Write the model (seed 0), or its teacher of so many layers, and its tokenizer as a Hugging Face directory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -177,7 +179,7 @@ def build_model_directory(directory: Path, *, size: int = 1) -> Path:
         vocab_size=len(VOCABULARY),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=4,
+        num_hidden_layers=teacher_layers or NUM_LAYERS,
         num_attention_heads=hidden_size // HEAD_DIM,
         num_key_value_heads=hidden_size // HEAD_DIM // 2,
         head_dim=HEAD_DIM,
@@ -190,10 +192,10 @@ def build_model_directory(directory: Path, *, size: int = 1) -> Path:
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(teacher_layers)
         model = Qwen3ForCausalLM(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert num_parameters == expected, f"the model has {num_parameters} parameters, not {expected}"
+    assert num_parameters == expected or teacher_layers, f"the model has {num_parameters} parameters, not {expected}"
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory

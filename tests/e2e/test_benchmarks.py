@@ -62,8 +62,11 @@ PROGRAMS = {
     "refit.py": Program(
         options="--sizes tiny --repeats 1 --copy-mib 8", keys="bucket_mib sizes versions", module="sglang"
     ),
-    "spmdrl_step.py": Program(options=f"--workload tail {STEP}", keys=STEP_KEYS),
-    "trl_step.py": Program(options=f"--workload tail {STEP}", keys=STEP_KEYS, python=TRL),
+    "self_distillation.py": Program(
+        options="--hidden 32 --rows 20 --start-steps 1 --steps 1 --sequences 16", keys="accuracy kept settings"
+    ),
+    "spmdrl_step.py": Program(options=f"--workload tail --teacher-layers 5 {STEP}", keys=STEP_KEYS),
+    "trl_step.py": Program(options=f"--workload tail --teacher-layers 5 {STEP}", keys=STEP_KEYS, python=TRL),
     "mismatch.py": Program(
         options="--model {folder}/model --variants TIS --seeds 1 --runs {folder}/runs --result {folder}/m.json "
         "--picture {folder}/m.svg run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2",
