@@ -11,6 +11,8 @@ time by its tokens, on all GPUs or on those that train.
     in step               every engine waits for the longest response of the step
     ahead, colocated      `rollout.partial` with `max_staleness`; all GPUs take turns
     ahead, disaggregated  the same, where half of the GPUs hold engines
+    in flight             disaggregated, where engines pause for a refit instead of finishing their step before it
+                          (`rollout.refit_in_flight`), after as many tokens as an update takes on average
     discard               a rule of asynchronous systems, written here: as many groups are open, on as many
                           GPUs, steps train on those that are finished first, and a group that is staler than the limit
                           by then is thrown away and replaced
@@ -42,7 +44,7 @@ from torch.distributed import HashStore
 
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.engine.protocol import Clock, RequestQueue
-from spmdrl.rollout.clock import TOKENS_PER_TICK
+from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collector
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
@@ -228,6 +230,7 @@ class Account:
     lost_lengths: list[int]  # of those that were thrown away
     lost_rewards: list[float]
     staleness: float  # greatest, in steps
+    stale_tokens: float = 0.0  # tokens that were trained on, each times its staleness
 
     def row(self, name: str, gpus: int, staleness: int) -> dict[str, Any]:
         """Make a row of the result, without what compares it."""
@@ -241,10 +244,13 @@ class Account:
             "length_bias": statistics.fmean(self.lengths) / statistics.fmean(self.lengths + self.lost_lengths) - 1,
             "reward_bias": statistics.fmean(self.rewards) / statistics.fmean(self.rewards + self.lost_rewards) - 1,
             "max_staleness_seen": self.staleness,
+            "mean_staleness": self.stale_tokens / num_tokens,
         }
 
 
-def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int, warmup: int) -> Account:
+def simulate(
+    gpus: int, *, groups: int, staleness: int, apart: bool, steps: int, warmup: int, in_flight: bool = False
+) -> Account:
     """Let the scheduler of a run collect some steps on all GPUs in turns, or `apart` on half of them."""
     training = round(gpus * TRAINING_SHARE) if apart else gpus
     sampling = gpus - training if apart else gpus
@@ -258,6 +264,7 @@ def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int,
         carries_over=staleness > ahead,
         max_staleness=staleness,
         steps_ahead=ahead,
+        refit_after=refit_after(groups, training),
         in_order=True,
     )
     world, store = World(count), HashStore()
@@ -294,7 +301,14 @@ def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int,
         for step in range(1, steps + 1):
             world.sleep_until(ends[step - 1 - ahead] + REFIT_S)
             engine.version = step - 1 - ahead if step > ahead else 0
-            collected = collector.collect(step)
+
+            def take(engine: Any = engine, step: int = step) -> None:
+                world.gather(None)
+                world.sleep_until(ends[step - 1] + REFIT_S)
+                engine.version = step - 1
+
+            flight = RefitInFlight(lambda: False, take) if in_flight and engine.version < step - 1 else None
+            collected = collector.collect(step, flight)
             mine = [(rollout, future.result()) for rollout, future in collected.pending]
             parts = world.gather((mine, collected.metrics))
             outcomes = [outcome for part, _ in parts for outcome in part]
@@ -305,6 +319,8 @@ def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int,
             if index == 0 and step > warmup:
                 found.lengths += [rollout.num_sampled for rollout, _ in outcomes]
                 found.rewards += [outcome.reward for _, outcome in outcomes]
+                spans = [span for rollout, _ in outcomes for response in rollout.responses for span in response.spans]
+                found.stale_tokens += sum((step - 1 - span.version) * span.num_tokens for span in spans)
                 lost = [metrics.get("rollout/discarded_tokens") for _, metrics in parts]
                 assert not any(metric.value() for metric in lost if metric is not None)
                 stale = [metrics.get("rollout/max_staleness_steps") for _, metrics in parts]
@@ -322,6 +338,13 @@ def simulate(gpus: int, *, groups: int, staleness: int, apart: bool, steps: int,
         for future in futures:
             future.result()
     return found
+
+
+def refit_after(groups: int, training: int) -> int:
+    """The tokens of each row that engines sample while `training` GPUs update on a step of average length."""
+    mean = statistics.fmean(tokens_of(seed) for number in range(100) for seed in seeds_of(number))
+    seconds = groups * GROUP_SIZE * mean / training / TRAINED_PER_GPU_S + REFIT_S
+    return round(seconds / STEP_S / TOKENS_PER_TICK) * TOKENS_PER_TICK
 
 
 def discard(gpus: int, *, groups: int, staleness: int, steps: int, warmup: int) -> Account:
@@ -359,6 +382,7 @@ def discard(gpus: int, *, groups: int, staleness: int, steps: int, warmup: int) 
             found.lengths += map(tokens_of, seeds)
             found.rewards += map(reward_of, seeds)
             found.staleness = max([found.staleness, *(float(version - begun) for _, begun in trained)])
+            found.stale_tokens += sum((version - begun) * sum(map(tokens_of, seeds_of(i))) for i, begun in trained)
     found.seconds = ends[-1] - ends[warmup - 1]
     return found
 
@@ -372,6 +396,7 @@ def rows_of(gpus: int, groups: int, limits: Sequence[int], *, steps: int, warmup
         for name, account in (
             ("ahead, colocated", simulate(gpus, staleness=limit, apart=False, **options)),
             ("ahead, disaggregated", simulate(gpus, staleness=limit, apart=True, **options)),
+            ("in flight", simulate(gpus, staleness=limit, apart=True, in_flight=True, **options)),
             ("discard", discard(gpus, staleness=limit, **options)),
         ):
             row = account.row(name, gpus, limit)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +73,9 @@ def sync_directory(path: Path) -> None:
 
 
 MANIFEST, STATE, COLLECTOR, TABLE = "manifest.json", "state.json", "collector.json", ".metadata"
+COLUMNS = "collector.columns"
 NECESSARY = (STATE, TABLE)
+_COLUMN, _COLUMN_CODES, _COLUMN_LENGTH = "__column__", {int: "i", float: "f"}, 16
 _FORMAT = 1
 GLANCE_BYTES = 2**20  # `glance` hashes files up to this size, which are all but those with tensors
 
@@ -180,9 +184,44 @@ def glance(path: Path, expected: Digest) -> str | None:
     return _problem(path, expected, max_bytes=GLANCE_BYTES)
 
 
+def without_columns(value: Any, columns: bytearray) -> Any:
+    """Replace long lists of numbers in a value of JSON's types by their place in `columns`, to which their numbers are
+    added: those of tokens, 4 bytes each."""
+    if isinstance(value, Mapping):
+        return {key: without_columns(one, columns) for key, one in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    kinds = {type(one) for one in value}
+    if len(value) >= _COLUMN_LENGTH and len(kinds) == 1 and (code := _COLUMN_CODES.get(kinds.pop())) is not None:
+        with contextlib.suppress(OverflowError):
+            column = array(code, value)
+            if column.tolist() == list(value):  # a float that is not one of 32 bits stays where it is
+                columns += column.tobytes()
+                return {_COLUMN: [code, len(columns) // column.itemsize - len(column), len(column)]}
+    return [without_columns(one, columns) for one in value]
+
+
+def with_columns(value: Any, columns: bytes) -> Any:
+    """Undo `without_columns`. Raises ValueError where there is no such place."""
+    if isinstance(value, list):
+        return [with_columns(one, columns) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {_COLUMN}:
+        return {key: with_columns(one, columns) for key, one in value.items()}
+    code, start, count = value[_COLUMN]
+    if code not in _COLUMN_CODES.values() or not 0 <= start <= start + count <= len(columns) // 4:
+        raise ValueError(f"no column at {value[_COLUMN]}")
+    return array(code, columns[4 * start : 4 * (start + count)]).tolist()
+
+
 def write_json(path: Path, value: Any) -> Digest:
     """Write a value and wait until it is on disk; returns the file's digest."""
-    content = json.dumps(value, indent=1).encode()
+    return write_bytes(path, json.dumps(value, indent=1).encode())
+
+
+def write_bytes(path: Path, content: bytes) -> Digest:
+    """Write a file and wait until it is on disk; returns its digest."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.checkpoint.manifest import COLLECTOR, STATE, TABLE, folder_of
+from spmdrl.checkpoint.manifest import COLLECTOR, COLUMNS, STATE, TABLE, folder_of, with_columns
 from spmdrl.checkpoint.storage import (
     FOLLOWER,
     WITHOUT_FROZEN,
@@ -229,8 +229,13 @@ def _restore_numbers(learner: Learner, saved: _Learner) -> None:
 def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
     """Read the collector's state that was saved after `step`; None if there is none, as at the start of a run."""
     path = folder_of(folder, step) / COLLECTOR
+    if not path.exists():
+        return None
     # It may hold every token of many groups, and its digest has been compared with the manifest's.
-    return dict(read_json(path, _Collector, max_bytes=sys.maxsize)) if path.exists() else None
+    saved, columns = dict(read_json(path, _Collector, max_bytes=sys.maxsize)), path.with_name(COLUMNS)
+    with as_written(path, "a run"):
+        found: dict[str, Any] = with_columns(saved, columns.read_bytes() if columns.exists() else b"")
+    return found
 
 
 class _Collector(FileModel):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.algo.metrics import Max, Metrics, Total
 from spmdrl.checkpoint.manifest import (
     COLLECTOR,
+    COLUMNS,
     STATE,
     UNFINISHED,
     BrokenManifest,
@@ -37,6 +38,8 @@ from spmdrl.checkpoint.manifest import (
     saved_steps,
     superseded,
     sync_directory,
+    without_columns,
+    write_bytes,
     write_json,
 )
 from spmdrl.checkpoint.storage import LearnerState, Tree, Writer, copy_to_host, in_chunks, num_bytes, tree_of
@@ -96,10 +99,10 @@ class Saver:
             metrics=finite(metrics),
             files={},
         )
-        json_files: dict[str, Any] = {STATE: _non_tensor_state(self._learners)}
-        if collector is not None:
-            json_files[COLLECTOR] = collector
-        self._writing = _Writing(step, lambda: self._write(tree, manifest, json_files), num_bytes(tree_of(states)))
+        state = _non_tensor_state(self._learners)
+        self._writing = _Writing(
+            step, lambda: self._write(tree, manifest, state, collector), num_bytes(tree_of(states))
+        )
         self.newest = step
 
     def amend(self, *, metrics: Mapping[str, float]) -> None:
@@ -146,7 +149,9 @@ class Saver:
                 "checkpoint/bytes": Total(float(writing.num_bytes)),
             }
 
-    def _write(self, tree: Tree, manifest: Manifest, json_files: Mapping[str, Any]) -> None:
+    def _write(
+        self, tree: Tree, manifest: Manifest, state: Mapping[str, Any], collector: Mapping[str, Any] | None
+    ) -> None:
         """Write this rank's part, in the thread; the first rank also writes the other files and renames."""
         final = folder_of(self._folder, manifest.step)
         unfinished = final.with_suffix(UNFINISHED)
@@ -157,7 +162,11 @@ class Saver:
         parts = gather_objects(self._side, writer.digests)
         if is_first:
             files = {name: digest for part in parts for name, digest in part.items()}
-            files |= {name: write_json(unfinished / name, value) for name, value in json_files.items()}
+            files[STATE] = write_json(unfinished / STATE, state)
+            if collector is not None:
+                columns = bytearray()
+                files[COLLECTOR] = write_json(unfinished / COLLECTOR, without_columns(collector, columns))
+                files[COLUMNS] = write_bytes(unfinished / COLUMNS, bytes(columns))
             dataclasses.replace(manifest, files=files).write(unfinished)
             _publish(unfinished, final)
             self._prune()

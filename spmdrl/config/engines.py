@@ -25,6 +25,7 @@ class EngineFacts:
     # By device type, then by rollout.attention_backend: the trainer's kernel that computes the same bits.
     exact_kernels: Mapping[str, Mapping[str | None, str]] = field(default_factory=dict)
     reports_routes: bool = False  # the experts that tokens went to, where a request asks for them
+    continues_after_refit: bool = False  # continues what `abort` has ended with weights that were loaded since
     advances_clock: bool = False  # `generate` can pause after a certain token: see `RolloutEngine.clock`
     exact_in_float32: bool = False  # with these kernels the residual stream is float32
 
@@ -37,6 +38,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             runs_disaggregated=True,
             takes_adapters=True,
             reports_routes=True,
+            continues_after_refit=True,
             advances_clock=True,
             settings=("rollout.cache_after_refit", "rollout.quantization"),
             exact_kernels={"cpu": {None: "invariant"}},
@@ -51,6 +53,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
             runs_disaggregated=True,
             takes_adapters=True,
             reports_routes=True,
+            continues_after_refit=True,
             settings=(
                 "rollout.tp_size",
                 "rollout.memory_fraction",
@@ -62,6 +65,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
                 "rollout.kv_cache_dtype",
                 "rollout.restart_engine",
                 "rollout.sglang",
+                "rollout.cache_after_refit",
                 "refit.transport",
             ),
             exact_kernels={"cuda": {None: "sglang_fa3", "fa3": "sglang_fa3", "triton": "sglang_triton"}},

@@ -83,10 +83,28 @@ class RolloutConfig(Section):
     `partial`, a group whose tokens would be older is sampled again from its prompt."""
 
     cache_after_refit: Literal["recompute", "keep"] = "recompute"
-    """`partial` and the `torch` engine only: keys, values and states of rollouts that go on. `recompute` reads their
-    tokens again with the new weights. `keep` continues from those of the weights that sampled them, which takes no time
-    and adds to `mismatch/...`; they serve no other request, and none once they are more than `max_staleness` versions
-    old."""
+    """`partial` only: keys, values and states of rollouts that go on. `recompute` reads their tokens again with the new
+    weights. `keep` continues from those of the weights that sampled them, which takes no time and adds to
+    `mismatch/...`; they serve no request of newer weights but the rest of their own responses, and none once they are
+    more than `max_staleness` versions old."""
+
+    refit_in_flight: bool = False
+    """`disaggregated` and `partial` only, without `oversample_fraction`: engines pause at a token when new weights are
+    there, load them, and go on with the rollouts they have. Otherwise they first finish the step they sample."""
+    refit_after_tokens: Count | None = None
+    """`refit_in_flight` with `run.deterministic` only: tokens of each row that engines sample in a step before they
+    pause for the weights, and then wait for them; rounded up to a multiple of 16. Set it to what an engine samples
+    during an update. Unset: half of `max_response_tokens`."""
+
+    @property
+    def max_cache_age(self) -> int:
+        """The age, in versions, of keys and values from which a rollout may go on; 0: they are read again."""
+        return self.max_staleness if self.cache_after_refit == "keep" else 0
+
+    @property
+    def refit_after(self) -> int:
+        """The tokens of each row before a refit in flight where these decide."""
+        return self.refit_after_tokens or math.ceil(self.max_response_tokens / 2)
 
     @property
     def oldest_first(self) -> bool:
@@ -137,6 +155,20 @@ def max_staleness_needs_stale_rollouts(rollout: RolloutConfig) -> Iterator[str]:
 def cache_after_refit_needs_partial(rollout: RolloutConfig) -> Iterator[str]:
     if is_set(rollout, "cache_after_refit") and not rollout.partial:
         yield "cache_after_refit has no meaning without partial = true, where no rollout outlasts its step; remove it"
+
+
+@rule(RolloutConfig)
+def refits_in_flight_need_engines_apart(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.refit_in_flight and rollout.placement == "colocated":
+        yield (
+            'refit_in_flight = true needs placement = "disaggregated": colocated engines pause while the trainer '
+            "works, and partial = true lets their rollouts go on with the new weights; remove it"
+        )
+    elif rollout.refit_in_flight and (not rollout.oldest_first or not rollout.max_staleness):
+        yield (
+            "refit_in_flight = true needs rollouts that may go on with newer weights; set partial = true, "
+            "oversample_fraction = 0 and max_staleness above 0, or remove it"
+        )
 
 
 @rule(RolloutConfig)

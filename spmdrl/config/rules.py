@@ -481,7 +481,12 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
             f"debug.follow_schedule lets engines pause after a certain token, which {engine} cannot; set "
             'rollout.engine = "torch", or remove it'
         )
-    if cfg.run.deterministic and cfg.steps_open and not facts.advances_clock:
+    if cfg.rollout.refit_in_flight and not facts.continues_after_refit:
+        yield (
+            f"rollout.refit_in_flight = true pauses rollouts at a token, and {engine} does not say that it can go on "
+            "with them after a refit (`continues_after_refit` of its facts); remove refit_in_flight"
+        )
+    if cfg.run.deterministic and (cfg.steps_open or cfg.rollout.refit_in_flight) and not facts.advances_clock:
         yield (
             f"rollout.partial = true with run.deterministic = true: {engine} cannot pause after a certain token, and "
             'timing would decide which weights sample the next; set rollout.engine = "torch", or deterministic = false'

@@ -80,6 +80,16 @@ def deterministic_runs_sample_one_version(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def tokens_decide_about_refits_in_deterministic_runs(cfg: Config) -> Iterator[str]:
+    rollout = cfg.rollout
+    if rollout.refit_after_tokens is not None and not (cfg.run.deterministic and rollout.refit_in_flight):
+        yield (
+            "rollout.refit_after_tokens decides when a refit in flight takes place where run.deterministic = true and "
+            "rollout.refit_in_flight = true, and elsewhere the trainer does; set both, or remove it"
+        )
+
+
+@rule(Config)
 def cache_survives_the_update(cfg: Config) -> Iterator[str]:
     if cfg.rollout.cache_after_refit != "keep":
         return
@@ -104,7 +114,7 @@ def schedules_are_of_free_runs(cfg: Config) -> Iterator[str]:
             "debug.follow_schedule repeats a run that went by the real clock, but run.deterministic = true needs no "
             "schedule; remove follow_schedule, or set deterministic = false"
         )
-    if not cfg.steps_open or cfg.environment is not None:
+    if not (cfg.steps_open or cfg.rollout.refit_in_flight) or cfg.environment is not None:
         yield (
             "debug.follow_schedule says when engines open prompts ahead and pause, which rollout.partial without "
             "oversample_fraction does, and without [environment], whose answers take their own time; remove it"

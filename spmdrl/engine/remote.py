@@ -32,7 +32,7 @@ from spmdrl.types import Request, Response
 
 ORDERS, REPLIES, ROLLOUTS, PROBES, HELD_OUT = range(1, 6)
 FIRST = 0  # the rank that sends weights and receives replies; the first of all, so it trains
-ANNOUNCED = "refits_announced"  # a counter in the shared store
+ANNOUNCED = "refits_announced"  # a counter in the shared store, of refits and of the end of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RemoteEngine(RolloutEngine):
         self._work: dist.Work | None = None
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
-        """Return when the engines have finished what they were sampling and are ready."""
+        """Return when the engines have finished, or paused, what they were sampling and are ready."""
         is_known = self._buckets is buckets
         super().begin_update(buckets, buffers, version=version)
         self._expects = False

@@ -4,11 +4,17 @@ A clock counts tokens of each running row: an engine that decodes n tokens of ev
 engines sample ahead until the last rollout that the step trains on is finished anywhere. By the virtual clock they do
 so until each has counted as many tokens as the slowest needed for its own of these rollouts, so that nothing depends on
 how long a token takes.
+
+With a refit in flight a step has two parts: engines pause once more, for new weights, and the step does not end before
+that. By the real clock each does so when the weights are there, by the virtual clock after a certain number of tokens,
+and one that has nothing to sample waits for them.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.distributed import PrefixStore, Store
@@ -17,18 +23,47 @@ TOKENS_PER_TICK = 16  # of each row, after which engines compare their clocks
 POLL_S = 0.002  # how soon a clock that waits sees another's next tick
 
 
+@dataclass(frozen=True, slots=True)
+class RefitInFlight:
+    """The weights that come while a step is sampled."""
+
+    is_announced: Callable[[], bool]  # whether they are there; any thread may call this
+    take: Callable[[], None]  # waits for them and loads them; every rank that holds an engine must call this
+
+
 class TokenClock:
     """Counts the tokens of each row that an engine has sampled in a step."""
 
     is_virtual: ClassVar[bool] = False  # whether engines pause by it
 
-    def __init__(self) -> None:
+    def __init__(self, refit_due: Callable[[], bool] | None = None) -> None:
+        """`refit_due` says when the engine pauses for the step's refit in flight; None: there is none."""
         self.num_tokens = 0
+        self.refit_at: int | None = None  # tokens of each row before the refit in flight
+        self._refit_due = refit_due
 
     def advance(self) -> bool:
         """Count one more token; return True when the engine pauses after it."""
         self.num_tokens += 1
         return False
+
+    @property
+    def awaits_refit(self) -> bool:
+        """True until the step's refit in flight."""
+        return self._refit_due is not None and self.refit_at is None
+
+    @property
+    def is_refit_due(self) -> bool:
+        """True when the engine pauses for the step's refit in flight."""
+        return self.refit_at is None and self._refit_due is not None and self._refit_due()
+
+    def num_to_begin(self, part: int) -> int | None:
+        """Return how many episodes the engine begins in a part of the step; None: that is not known beforehand."""
+        return None
+
+    def note_refit(self) -> None:
+        """Note that the engine has got its weights in flight."""
+        self.refit_at = self.num_tokens
 
 
 class RecordedClock(TokenClock):
@@ -36,32 +71,40 @@ class RecordedClock(TokenClock):
 
     is_virtual = True
 
-    def __init__(self, num_tokens: int) -> None:
-        """`num_tokens`: those of each row until then."""
-        super().__init__()
-        self._end = num_tokens
+    def __init__(self, num_tokens: int, *, refit_at: int | None = None, started: Sequence[int] = ()) -> None:
+        """`num_tokens`: those of each row until then; `refit_at`: those before the refit in flight, if there was one;
+        `started`: episodes that were started before and after that. An engine starts none once it knows that the step
+        is over, some tokens before it pauses."""
+        super().__init__(None if refit_at is None else lambda: self.num_tokens >= refit_at)
+        self._end, self._started = num_tokens, started
+
+    def num_to_begin(self, part: int) -> int | None:
+        return self._started[part] if part < len(self._started) else None
 
     def advance(self) -> bool:
         super().advance()
-        return self.is_over
+        return self.is_over or self.is_refit_due
 
     @property
     def is_over(self) -> bool:
-        """True when the engine pauses."""
-        return self.num_tokens >= self._end
+        """True when the engine pauses until the next step."""
+        return self.num_tokens >= self._end and not self.awaits_refit
 
 
 class VirtualClock(TokenClock):
     """The clock of one of `count` engines that pause at the same tick of a step.
 
     An engine is due at the tick after it has finished the last rollout of its own that the step trains on; all pause at
-    the latest of these ticks. Until every engine is known to be due, none passes the latest tick that is known.
+    the latest of these ticks. Until every engine is known to be due, none passes the latest tick that is known. With a
+    refit in flight, all of this begins with the tick at which they pause for it.
     """
 
     is_virtual = True
 
-    def __init__(self, store: Store, *, step: int, index: int, count: int) -> None:
-        super().__init__()
+    def __init__(self, store: Store, *, step: int, index: int, count: int, refit_after: int | None = None) -> None:
+        """`refit_after`: tokens of each row, a whole number of ticks, before the refit in flight; None: there is
+        none."""
+        super().__init__(None if refit_after is None else lambda: self.num_tokens >= refit_after)
         self._store = PrefixStore(f"clocks/{step}", store)
         self._index, self._count = index, count
         self._num_ticks = 0  # published: no engine pauses before it
@@ -74,12 +117,15 @@ class VirtualClock(TokenClock):
             return self.is_over
         if not self._is_due:
             self._publish(tick)
-            return False
-        while (latest := self._latest()) <= tick and not self.is_over:
-            self.is_over = self._num_due() >= self._count and self._latest() <= tick
-            if not self.is_over:
-                time.sleep(POLL_S)
-        return latest <= tick
+        if self.awaits_refit:
+            return self.is_refit_due
+        return self._is_due and self._ends_at(tick)
+
+    def note_refit(self) -> None:
+        super().note_refit()
+        tick, rest = divmod(self.num_tokens, TOKENS_PER_TICK)
+        if self._is_due and not rest:
+            self._ends_at(tick)
 
     def finish(self) -> None:
         """Note that this engine has finished its rollouts that the step trains on."""
@@ -95,6 +141,14 @@ class VirtualClock(TokenClock):
         """Remove the step's counters from the store. One engine calls this, when no other will ask again."""
         for name in ("num_due", *map(str, range(self._count))):
             self._store.delete_key(name)
+
+    def _ends_at(self, tick: int) -> bool:
+        """Return True when the step ends at this tick; wait until that is known."""
+        while self._latest() <= tick and not self.is_over:
+            self.is_over = self._num_due() >= self._count and self._latest() <= tick
+            if not self.is_over:
+                time.sleep(POLL_S)
+        return self.is_over
 
     def _publish(self, tick: int) -> None:
         self._store.add(str(self._index), tick - self._num_ticks)

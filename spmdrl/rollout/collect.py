@@ -22,7 +22,7 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.clock import RecordedClock, TokenClock, VirtualClock
+from spmdrl.rollout.clock import RecordedClock, RefitInFlight, TokenClock, VirtualClock
 from spmdrl.rollout.curriculum import MEASUREMENTS, NOTHING_MEASURED, Measurements
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of
@@ -101,18 +101,23 @@ class Collector:
         see each other's virtual clocks through `clocks`. `message` shows the user a line; `record` gets the schedule of
         each step, in JSON's types, on the first rank. With `follows`, which `record` has got in another run, by step,
         engines do what they did there."""
-        self._place, self._source, self._rules = place, source, rules
+        self._place, self._source = place, source
+        self._rules = rules if follows is None else dataclasses.replace(rules, awaits_rewards=False)
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
         self._follows = follows
         self._curriculum = source.curriculum
         self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
 
-    def collect(self, step: int) -> Collected:
-        """Sample the step's prompt groups and start to compute their rewards; every rank must call this."""
+    def collect(self, step: int, in_flight: RefitInFlight | None = None) -> Collected:
+        """Sample the step's prompt groups and start to compute their rewards; every rank must call this.
+
+        With a refit `in_flight`, engines pause for it at a token and go on with its weights; none ends the step before
+        it.
+        """
         rules, source, before = self._rules, self._source, self._after[step - 1]
         first = (step - 1) * rules.groups_per_step if rules.prompts_follow_from_step else before.cursor
         window = self._window(first, before)
-        clock = self._clock(step)
+        clock = self._clock(step, in_flight)
         tickets = self._tickets(step, window, before, clock)
         stale = [group for group in before.carried if self._will_be_stale(group, step, window)]
 
@@ -137,6 +142,10 @@ class Collector:
             clock=clock,
         )
         self._sample(part, tickets, step)
+        if in_flight is not None:
+            in_flight.take()
+            clock.note_refit()
+            self._sample(part, tickets, step)
         for group in [*stale, *([] if rules.carries_over else part.left)]:
             group.close()
         rates = self._curriculum.rates([*part.accepted, *part.dropped])
@@ -284,12 +293,21 @@ class Collector:
         with, none is."""
         return _staleness(group, step + window.steps_until(prompt_id_of(group))) > self._rules.max_staleness
 
-    def _clock(self, step: int) -> TokenClock:
+    def _clock(self, step: int, in_flight: RefitInFlight | None) -> TokenClock:
+        rules, place = self._rules, self._place
         if self._follows is not None:
-            return RecordedClock(self._followed(step)["tokens"])
-        if self._clocks is None or not (self._rules.oldest_first and self._rules.extra_groups):
-            return TokenClock()
-        return VirtualClock(self._clocks, step=step, index=self._place.index, count=self._place.count)
+            found = self._followed(step)
+            if ("refit_at" in found) != (in_flight is not None):
+                was = "a refit" if "refit_at" in found else "no refit"
+                raise UserError(
+                    f"debug.follow_schedule has {was} in flight in step {step}, and this run has not; follow a run "
+                    "with the same settings that began with the same checkpoint, or remove it"
+                )
+            return RecordedClock(found["tokens"], refit_at=found.get("refit_at"), started=found.get("started", ()))
+        if self._clocks is None or not rules.oldest_first or not (rules.extra_groups or in_flight):
+            return TokenClock(None if in_flight is None else in_flight.is_announced)
+        refit_after = None if in_flight is None else rules.refit_after
+        return VirtualClock(self._clocks, step=step, index=place.index, count=place.count, refit_after=refit_after)
 
     def _followed(self, step: int) -> Mapping[str, Any]:
         """Return the recorded schedule of this engine in a step. Raises UserError if there is none."""
@@ -349,6 +367,8 @@ def _schedule(summaries: Sequence[PartSummary]) -> dict[str, Any]:
         {
             "version": summary.version,
             "tokens": summary.num_tokens,  # of each row, when it paused
+            **({} if summary.refit_at is None else {"refit_at": summary.refit_at}),  # tokens, too
+            "started": summary.started,  # episodes, by part of the step: before a refit in flight, and after it
             "opened": list(summary.opened.items()),  # prompt, and tokens of each row before
             "trained": summary.accepted,
             "left": sorted(summary.left),

@@ -20,7 +20,7 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.clock import TokenClock
+from spmdrl.rollout.clock import TOKENS_PER_TICK, TokenClock
 from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.group import PromptGroup
@@ -39,9 +39,11 @@ class CollectionRules:
     oldest_first: bool = False  # steps train on the prompts in the order of the stream
     max_groups: int  # opened in a step at most, over all engines
     drops_equal: bool = False  # groups with equal rewards are replaced
+    awaits_rewards: bool = False  # engines sample on until the rewards of the step are there
     carries_over: bool = False  # unfinished groups go on in the next step
     max_staleness: int = 1  # steps, of a group that is trained on
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
+    refit_after: int | None = None  # tokens of each row before a refit in flight, by the virtual clock
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
     chooses_prompts: bool = False  # by a curriculum
     in_order: bool = False  # nothing depends on how long environments take
@@ -66,14 +68,20 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         oldest_first=cfg.rollout.oldest_first,
         max_groups=plan.max_groups,
         drops_equal=cfg.rollout.dynamic_sampling,
+        awaits_rewards=cfg.rollout.oldest_first and plan.extra_groups > 0 and not cfg.run.deterministic,
         carries_over=cfg.rollout.partial and plan.extra_groups > 0,
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
+        refit_after=_whole_ticks(cfg.rollout.refit_after),
         with_baseline=cfg.advantage.compares_with_greedy,
         chooses_prompts=cfg.data.curriculum is not None,
         in_order=cfg.run.deterministic,
         max_open=cfg.environment.max_open if cfg.environment else None,
     )
+
+
+def _whole_ticks(num_tokens: int) -> int:
+    return math.ceil(num_tokens / TOKENS_PER_TICK) * TOKENS_PER_TICK
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,8 @@ class PartSummary:
     num_failed: int  # rewards of the dropped groups that could not be computed
     opened: dict[int, int]  # by prompt id: the engine's clock when it was opened
     num_tokens: int  # of the engine's clock when it paused; 0 where it advances none
+    started: list[int]  # episodes, by part of the step
+    refit_at: int | None  # of the same clock at the refit in flight; None: there was none
     version: int  # of the weights
     tickets_end: int  # one past the highest ticket taken, 0 when there was none
     left: list[int]  # prompt ids
@@ -134,6 +144,7 @@ class EnginePart:
         self.accepted: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
         self.opened: dict[int, int] = {}  # by prompt_id: the engine's clock when it was opened
+        self.started: list[int] = []  # episodes, by part of the step: before a refit in flight, and after it
         self.tickets_end = 0
         self.num_continued = sum(bool(episode.responses) for group in carried for episode in group.unfinished)
         self._engine, self._source, self._rules = place.engine, source, rules
@@ -165,13 +176,14 @@ class EnginePart:
         return [*self._unfinished.values(), *self._undecided.values()]
 
     def sample(self) -> None:
-        """Sample until the step has enough groups, or can get no more, and each of this engine's is decided.
+        """Sample until the step has enough groups, or can get no more, and each of this engine's is decided; with a
+        refit in flight, first until that is due or nothing is left to sample.
 
         It can be called again after an interruption: responses that died with an engine are requested once more.
         """
         if self._engine.leads:
             with self._clocked(), self._stopped_in_time():
-                self._scheduler.run(self._episodes(), self._add, wait=self._wait)
+                self._scheduler.run(self._counted(), self._add, wait=self._wait)
         while not self._is_over() and any(map(self._is_due, self._undecided.values())):
             self._wait()
 
@@ -183,11 +195,25 @@ class EnginePart:
             num_failed=sum(group.num_failed for group in self.dropped),
             opened=self.opened,
             num_tokens=self._clock.num_tokens,
+            started=self.started,
+            refit_at=self._clock.refit_at,
             version=self._engine.version,
             tickets_end=self.tickets_end,
             left=[prompt_id_of(group) for group in self.left],
             rates=rates,
         )
+
+    def _counted(self) -> Iterator[Episode | None]:
+        """Count the episodes that are started."""
+        limit = self._clock.num_to_begin(len(self.started))
+        self.started.append(0)
+        if limit == 0:
+            return
+        for episode in self._episodes():
+            self.started[-1] += episode is not None
+            yield episode
+            if self.started[-1] == limit:
+                return
 
     def _episodes(self) -> Iterator[Episode | None]:
         """Yield episodes as long as there are more: of groups that go on, then of those that this engine opens."""
@@ -204,7 +230,7 @@ class EnginePart:
                 self.opened[prompt_id_of(group)] = self._clock.num_tokens
                 self._unfinished[prompt_id_of(group)] = group
                 yield from group.unfinished
-            elif self._tickets.is_empty():
+            elif self._tickets.is_empty() and not self._rules.awaits_rewards:
                 return
             else:
                 yield None
@@ -219,9 +245,10 @@ class EnginePart:
                 self._scheduler.stop()
 
     def _is_over(self) -> bool:
-        """Accept or drop the groups that can be decided; return True when the step has enough."""
+        """Accept or drop the groups that can be decided; return True when the engine pauses."""
+        needs_rewards = self._rules.drops_equal or self._rules.awaits_rewards
         for prompt_id, group in list(self._undecided.items()):
-            if not self._is_due(group) or (self._rules.drops_equal and not group.is_rewarded):
+            if not self._is_due(group) or (needs_rewards and not group.is_rewarded):
                 continue
             if self._rules.drops_equal and group.has_equal_rewards:
                 self._tickets.drop()
@@ -230,7 +257,11 @@ class EnginePart:
                 self.accepted.append(self._undecided.pop(prompt_id))
             else:
                 break
-        return self._tickets.is_over()
+        return self._must_pause()
+
+    def _must_pause(self) -> bool:
+        """Return True when the step has enough groups, or its refit in flight is due. Any thread may call this."""
+        return self._clock.is_refit_due if self._clock.awaits_refit else self._tickets.is_over()
 
     def _wait(self, others: Collection[Future[Any]] = ()) -> None:
         """Wait until a reward or one of `others` arrives, or until other engines may have changed what this one may
@@ -252,19 +283,19 @@ class EnginePart:
 
     @contextmanager
     def _stopped_in_time(self) -> Iterator[None]:
-        """With more groups open than wanted, end the engine's work as soon as any engine has accepted the last one, by
-        the real clock.
+        """With more groups open than wanted, end the engine's work as soon as any engine has accepted the last one, and
+        before that for a refit in flight, by the real clock.
 
         A thread watches for that: this rank checks again only after a response, and that may be the slowest one.
         """
-        if not self._rules.extra_groups or self._clock.is_virtual:
+        if self._clock.is_virtual or not (self._rules.extra_groups or self._clock.awaits_refit):
             yield
             return
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(POLL_S):
-                if self._tickets.is_over():
+                if self._must_pause():
                     self._scheduler.stop()
 
         watcher = threading.Thread(target=watch, name="collect", daemon=True)

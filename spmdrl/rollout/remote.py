@@ -12,7 +12,8 @@ from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import Link, gather_objects
-from spmdrl.engine.remote import HELD_OUT, ORDERS, PROBES, ROLLOUTS, EndOfRun, Shutdown
+from spmdrl.dist.session import shared_store
+from spmdrl.engine.remote import ANNOUNCED, HELD_OUT, ORDERS, PROBES, ROLLOUTS, EndOfRun, Shutdown
 from spmdrl.faults.watch import StopRequest
 from spmdrl.rewards.client import Pending, Rewarded, known_reward
 from spmdrl.rollout.codec import Codec
@@ -126,6 +127,8 @@ class RemoteSampler(Sampler):
 
     def dismiss(self) -> None:
         """Receive what the engines have sampled ahead, so that they can end."""
+        if self._sends_orders:
+            shared_store().add(ANNOUNCED, 1)
         for rank in self._engines if self._sends_orders else ():
             self._orders.send(EndOfRun(), to=rank)
         for link in (self._rollouts, self._probes, self._held_out):

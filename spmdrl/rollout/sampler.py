@@ -18,6 +18,7 @@ from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
 from spmdrl.rewards.judge import Cache
+from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import open_env_context
@@ -112,9 +113,10 @@ class LocalSampler(Sampler):
             metrics["rollout/engine_restarts_count"] = Max(float(self._restarts.take_count()))
         return dataclasses.replace(collected, probes=probes, metrics=metrics)
 
-    def collect_alone(self, step: int) -> Collected:
-        """Sample the rollouts of a step without the probe, and ask judges that wait for its groups."""
-        collected = self._collector.collect(step)
+    def collect_alone(self, step: int, in_flight: RefitInFlight | None = None) -> Collected:
+        """Sample the rollouts of a step without the probe, with a refit `in_flight` if one comes meanwhile, and ask
+        judges that wait for its groups."""
+        collected = self._collector.collect(step, in_flight)
         return collected.with_pending(self._judged(collected.pending, during=f"the judgments of step {step}"))
 
     def answer_probes(self) -> list[Rollout]:

@@ -4,7 +4,8 @@
 
 until the ranks that train end it. A step is sampled as soon as the weights are fresh enough: at most
 `plan.steps_ahead` steps older than those a colocated run would use. With 0 or 1 that decides which weights sample which
-step; with more, a refit that was announced during one step is received before the next.
+step; with more, a refit that was announced during one step is received before the next. With `rollout.refit_in_flight`
+each step begins with weights one step older than those and pauses once to receive the newer ones.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import require_equal
 from spmdrl.report.report import drop_metrics
 from spmdrl.rewards.client import Rewarded
+from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.remote import RolloutShard, sampled_ahead
 from spmdrl.rollout.sampler import LocalSampler
@@ -79,6 +81,11 @@ def serve(run: Launch[Config]) -> None:
             if plan.evaluates_after(engine.version) and not (engine.version == step and run.resume_point.is_evaluated):
                 deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
 
+        def refit_and_go_on() -> None:
+            refit()
+            watch.enter("rollout")
+
+        in_flight = RefitInFlight(weights.is_announced, refit_and_go_on) if run.cfg.rollout.refit_in_flight else None
         refit()
         for number in range(sampled + 1, plan.num_steps + 1):
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
@@ -86,7 +93,7 @@ def serve(run: Launch[Config]) -> None:
             watch.begin_step(number)
             watch.enter("rollout")
             began, dropped = time.perf_counter(), prompts.dropped
-            collected = sampler.collect_alone(number)
+            collected = sampler.collect_alone(number, in_flight if engine.version < number - 1 else None)
             watch.enter("reward")
             outcomes = run.rewards.collect(collected.pending)
             watch.enter("deliver")
@@ -117,10 +124,14 @@ class _Weights:
         self._buckets: Sequence[Bucket] = ()
         self._received = 0
 
+    def is_announced(self) -> bool:
+        """Return True when the ranks that train have announced a refit, or the end of the run. Any thread may call
+        this."""
+        return shared_store().add(ANNOUNCED, 0) > self._received
+
     def are_announced(self) -> bool:
-        """Return True when the ranks that train wait with a refit; the same on every rank that holds an engine."""
-        mine = self._replies_for_all and shared_store().add(ANNOUNCED, 0) > self._received
-        return gather_objects(self._meshes.engines, mine)[0]
+        """Return what `is_announced` does, the same on every rank that holds an engine."""
+        return gather_objects(self._meshes.engines, self._replies_for_all and self.is_announced())[0]
 
     def receive(self) -> None:
         """Wait for the next refit and receive it. Raises EndOfRun when there will be none."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +53,18 @@ def entering(step: int, phase: str, number: signal.Signals, rank: int) -> None:
             os.kill(os.getpid(), number)
 
     Watch.enter = enter_and_signal
+
+
+def after_phases(count: int, delay_s: float, rank: int) -> None:
+    """Kill a rank, wherever it is then, some time after it has entered its `count`-th phase since the launch."""
+    enter, entered = Watch.enter, itertools.count(1)
+
+    def enter_and_die_later(watch: Watch, phase: str) -> None:
+        enter(watch, phase)
+        if os.environ["RANK"] == str(rank) and next(entered) == count:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    Watch.enter = enter_and_die_later
 
 
 def nowhere() -> None:

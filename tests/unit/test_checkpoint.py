@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 from pathlib import Path
@@ -31,6 +32,8 @@ from spmdrl.checkpoint.manifest import (
     resolved,
     saved_steps,
     superseded,
+    with_columns,
+    without_columns,
     write_json,
 )
 from spmdrl.checkpoint.resume import preview_resume_point, unfinished
@@ -166,6 +169,18 @@ def test_what_has_the_name_of_a_checkpoint_counts_and_can_go(tmp_path: Path) -> 
     for step in (1, 2, 3):
         remove(folder_of(folder, step))
     assert not list(folder.iterdir()) and (elsewhere / MANIFEST).exists()
+
+
+def test_columns_of_numbers_come_back_as_they_were_at_a_few_bytes_each() -> None:
+    tokens, logprobs = list(range(1000)), torch.rand(1000).log().tolist()
+    aside = [[0.1] * 20, [2**40] * 20, [True] * 20, [1, 2.0] * 10, [float("nan")] * 20, ["a"] * 20, [7] * 3, [], None]
+    value = {"carried": [{"token_ids": tuple(tokens), "logprobs": logprobs, "deep": {"aside": aside}}], "cursor": 3}
+    columns = bytearray()
+    small = json.loads(json.dumps(without_columns(value, columns)))
+    assert len(columns) == 8 * 1000 and len(json.dumps(small)) < 3000
+    assert str(with_columns(small, bytes(columns))) == str(json.loads(json.dumps(value)))
+    with pytest.raises(ValueError, match="no column at"):
+        with_columns(small, bytes(columns[:-4]))
 
 
 def test_changes_are_told_apart(tmp_path: Path) -> None:

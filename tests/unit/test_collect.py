@@ -30,7 +30,7 @@ from spmdrl.engine.restart import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.clock import TOKENS_PER_TICK
+from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.episode import EnvContext, Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
@@ -136,12 +136,12 @@ class Run:
     restarts: list[Restarts]
     schedules: list[Any]
 
-    def step(self, step: int) -> list[Collected]:
+    def step(self, step: int, flights: list[RefitInFlight | None] | None = None) -> list[Collected]:
         """What each rank collected."""
 
         def collect(collector: Collector) -> Collected:
             try:
-                return collector.collect(step)
+                return collector.collect(step, flights and flights[collector._place.index])
             except BaseException:
                 collector._place.mesh.ranks.barrier.abort()  # the end of a rank breaks the collectives of the others
                 raise
@@ -159,6 +159,34 @@ class Run:
             everyones = self.step(step)
             metrics = scalars(merge_all([collected.metrics for collected in everyones]))
             results.append((samples_of(everyones), metrics))
+        return results
+
+    def steps_in_flight(
+        self, first: int, last: int, *, after_s: float = 0.0, after_tokens: int = 0
+    ) -> list[tuple[Samples, dict[str, float]]]:
+        """The same where each step begins with engines one version older, and the newer weights are there after a
+        while, and for an engine not before it has sampled some tokens."""
+        results, meeting = [], threading.Barrier(len(self.engines), timeout=30)
+
+        def flight(engine: Any, step: int, since: float) -> RefitInFlight | None:
+            def take() -> None:
+                meeting.wait()
+                engine.version += 1
+
+            def is_announced() -> bool:
+                return (
+                    time.monotonic() >= since and engine.clock is not None and engine.clock.num_tokens >= after_tokens
+                )
+
+            return RefitInFlight(is_announced, take) if engine.version < step - 1 else None
+
+        for step in range(first, last + 1):
+            for engine in self.engines:
+                engine.version = max(0, step - 2)
+            flights = [flight(engine, step, time.monotonic() + after_s) for engine in self.engines]
+            everyones = self.step(step, flights)
+            assert all(engine.version == step - 1 for engine in self.engines)
+            results.append((samples_of(everyones), scalars(merge_all([one.metrics for one in everyones]))))
         return results
 
     def state(self, step: int) -> dict[str, Any]:
@@ -623,6 +651,77 @@ def test_a_run_that_follows_a_schedule_does_what_that_run_did_by_the_real_clock(
     other = start(OLDEST_FIRST, varied(), sampling=LONG, follows=[free.schedules[1]])
     with pytest.raises(UserError, match="had other prompt groups open than this one has"):
         other.step(1)
+
+
+def test_engines_sample_on_while_the_rewards_of_a_step_are_computed() -> None:
+    rules = replace(OLDEST_FIRST, awaits_rewards=True)
+
+    def late(rollout: Rollout) -> float:
+        return 0.2 if rollout.prompt.prompt_id == 7 else 0.0
+
+    opened = []
+    for waits in (False, True):
+        engines = [FakeEngine(max_running=9, tick_s=0.001, length=varied_length)]
+        run = start(replace(rules, awaits_rewards=waits), engines, sampling=LONG, submit=judge(late))
+        (one,) = run.step(1)
+        assert prompt_ids(samples_of([one])) == list(range(8))
+        if waits:
+            assert all(future.done() for _, future in one.pending)
+        opened.append(len(run.schedules[0]["engines"][0]["opened"]))
+    assert opened[1] > opened[0], opened
+    # With all that may be open finished, and the last reward still to come, an engine waits for it.
+    few = start(replace(rules, extra_groups=1, max_groups=9), [FakeEngine()], sampling=LONG, submit=judge(late))
+    assert all(future.done() for _, future in few.step(1)[0].pending)
+
+
+IN_FLIGHT = replace(OLDEST_FIRST, steps_ahead=1, max_staleness=3, refit_after=32)
+
+
+def test_a_refit_in_flight_happens_after_the_same_tokens_however_fast_engines_and_trainer_are() -> None:
+    runs = []
+    for delays, after_s in (((0.0, 0.0), 0.0), ((0.0, 0.002), 0.05), ((0.001, 0.0), 0.01)):
+        engines = varied()
+        for engine, delay_s in zip(engines, delays, strict=True):
+            engine._tick_s = delay_s
+        run = start(IN_FLIGHT, engines, shared=False, sampling=LONG, submit=judge(lambda r: random.random() / 300))
+        found = run.steps_in_flight(1, 5, after_s=after_s)
+        runs.append((only_samples(found), [engine.asked for engine in engines], run.schedules))
+        assert all(metrics["rollout/max_staleness_steps"] <= 3 for _, metrics in found)
+        assert all(metrics["rollout/discarded_tokens"] == 0 for _, metrics in found)
+    assert runs[0] == runs[1] == runs[2]
+    samples, _, schedules = runs[0]
+    assert [prompt_ids(one) for one in samples] == [list(range(8 * i, 8 * i + 8)) for i in range(5)]
+    assert all(engine.get("refit_at", 99) <= 32 for schedule in schedules[1:] for engine in schedule["engines"])
+    assert any(len(one[place].spans) > 1 for one in samples for place in one)
+    # The tokens are those of a run in which nothing was interrupted; only what sampled them differs.
+    in_step = only_samples(start(OLDEST_FIRST, varied(), shared=False, sampling=LONG).steps(1, 1))[0]
+    assert {place: r.token_ids for place, r in samples[0].items()} == {p: r.token_ids for p, r in in_step.items()}
+
+
+@pytest.mark.parametrize("open_ahead", [16, 0])
+def test_a_refit_in_flight_by_the_real_clock_is_repeated_by_its_schedule(open_ahead: int) -> None:
+    rules = replace(IN_FLIGHT, extra_groups=open_ahead, max_groups=8 + open_ahead, carries_over=open_ahead > 0)
+    free = start(rules, varied(), sampling=LONG)
+    found = free.steps_in_flight(1, 5, after_tokens=7)
+    assert any(len(response.spans) > 1 for samples, _ in found for response in samples.values())
+    slow = [FakeEngine(max_running=20, tick_s=0.0003, length=varied_length), varied()[1]]
+    again = start(rules, slow, sampling=LONG, follows=free.schedules)
+    assert only_samples(again.steps_in_flight(1, 5)) == only_samples(found)
+    assert again.schedules == free.schedules
+    with pytest.raises(UserError, match="has a refit in flight in step 1, and this run has not"):
+        start(rules, varied(), sampling=LONG, follows=free.schedules[1:]).step(1)
+
+
+def test_after_refits_in_flight_a_run_that_stopped_collects_what_it_would_have_collected() -> None:
+    never_stopped = start(IN_FLIGHT, varied(), shared=False, sampling=LONG).steps_in_flight(1, 5)
+    for stop in range(1, 5):
+        before = start(IN_FLIGHT, varied(), shared=False, sampling=LONG)
+        before.steps_in_flight(1, stop)
+        saved = before.state(stop)
+        after = start(IN_FLIGHT, varied(), shared=False, sampling=LONG)
+        for collector in after.collectors:
+            collector.restore(saved, step=stop)
+        assert after.steps_in_flight(stop + 1, 5) == never_stopped[stop:]
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

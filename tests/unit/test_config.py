@@ -488,6 +488,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
         "rollout.cache_after_refit=keep",
         "run.deterministic=true",
     ),
+    "refits_in_flight_need_engines_apart": ("rollout.refit_in_flight=true",),
+    "tokens_decide_about_refits_in_deterministic_runs": ("rollout.refit_after_tokens=16",),
     "num_ranks_belongs_to_disaggregated": ("rollout.num_ranks=2",),
     "restart_engine_needs_colocated": ("rollout.restart_engine=true", "rollout.placement=disaggregated"),
     "num_ranks_is_a_multiple_of_tp_size": ("rollout.num_ranks=3", "rollout.tp_size=2"),

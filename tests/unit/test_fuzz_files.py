@@ -324,7 +324,11 @@ LEARNER = {
     "loss_scale": {"scale": 1.0, "dynamic": False, "growth_interval": 200, "good_updates": 0},
     "coefficients": {"kl_coef": 0.1},
 }
-COLLECTOR_CONTENT = {"cursor": 4, "sampling": {"temperature": 1.0}, "carried": [{"prompt_id": 1}]}
+COLLECTOR_CONTENT = {
+    "cursor": 4,
+    "sampling": {"temperature": 1.0},
+    "carried": [{"prompt_id": 1, "prompt_ids": {"__column__": ["i", 0, 2]}}],
+}
 
 
 def checkpoint_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> None:
@@ -341,6 +345,7 @@ def checkpoint_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes
         }.items():
             write_json(checkpoint / name, value)
             (checkpoint / name).write_bytes(damaged((checkpoint / name).read_bytes(), cuts))
+        (checkpoint / "collector.columns").write_bytes(bytes(12))
         with refusal():
             manifest = Manifest.read(checkpoint)
             assert manifest.files.keys() >= set(NECESSARY) and manifest.step >= 0

@@ -56,6 +56,27 @@ _MAX_FRACTION = 0.98  # of the free device memory; SGLang computes in the rest
 _Finished = queue.SimpleQueue[tuple[int, Future[dict[str, Any]]] | None]  # None wakes the one who waits
 
 
+class CacheSalts:
+    """Salts of SGLang's prefix cache: what some weights have read serves requests of their version alone, and the rest
+    of responses that they began, until `max_age` versions later."""
+
+    def __init__(self, max_age: int) -> None:
+        self._max_age = max_age
+        self._began: dict[int, int] = {}  # by seed: the version that began a response
+
+    def of(self, request: Request, version: int) -> str:
+        """Return the salt of a request that weights of this version sample."""
+        began = self._began.get(request.seed, version) if request.response_ids else version
+        if version - began > self._max_age:
+            began = version
+        self._began[request.seed] = began
+        return str(began)
+
+    def forget(self, version: int) -> None:
+        """Forget responses that are too old for weights of this version."""
+        self._began = {seed: began for seed, began in self._began.items() if version - began <= self._max_age}
+
+
 class SGLangEngine(RolloutEngine):
     """One SGLang engine for each engine mesh; the mesh's first rank has the processes behind it."""
 
@@ -87,6 +108,7 @@ class SGLangEngine(RolloutEngine):
         self._family, self._images = vision_family(model_config), images
         self._released: set[str] = set()
         self._adapters = AdapterSlots(self._share)
+        self._salts = CacheSalts(options.max_cache_age)
         self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
@@ -227,7 +249,8 @@ class SGLangEngine(RolloutEngine):
         assert self._process is not None
         token_ids = request.prompt_ids + request.response_ids
         routes = {} if self._options.routes is None else self._options.routes.fields(request)
-        fields = {**image_fields(request, self._family, self._images), **routes}
+        salt = {"cache_salt": self._salts.of(request, self.version)} if self._options.max_cache_age else {}
+        fields = {**image_fields(request, self._family, self._images), **routes, **salt}
         adapters = self._adapters.begin(self.version)
         answer = self._process.start(
             self._process.generate(token_ids, _sampling_params(request), f"{next(self._names)}", adapters, fields)
@@ -252,8 +275,9 @@ class SGLangEngine(RolloutEngine):
         self._resume(self._released)
 
     def _settle(self) -> None:
-        """Wait until the engine has registered that nothing runs: it delivers the last response a moment before."""
-        if self._process is not None and not self._is_idle:
+        """Wait until the engine has registered that nothing runs: it delivers the last response a moment before. That
+        drops its cache, and only who takes memory from it has to know."""
+        if self._process is not None and not self._is_idle and not self._options.max_cache_age:
             self._process.drain(limit_s=SETTLE_LIMIT_S)
         self._is_idle = True
 
@@ -307,7 +331,7 @@ class SGLangEngine(RolloutEngine):
         return description, sglang_process.Handle(self._buffers[buffer][: bucket.num_bytes])
 
     def load(self, number: int) -> None:
-        """The last bucket carries the version and drops the cache of the old weights."""
+        """The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
         assert self._loading is None, "wait for the bucket before"
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # another process cannot see what this one's stream has yet to do
@@ -321,7 +345,7 @@ class SGLangEngine(RolloutEngine):
                     "UpdateWeightsFromTensorReqInput",
                     serialized_named_tensors=[payloads[number] for payloads in self._payloads],
                     load_format=sglang_loader.PATH,
-                    flush_cache=is_last,
+                    flush_cache=is_last and not self._options.max_cache_age,
                     weight_version=str(self._next_version) if is_last else None,
                 )
             )
@@ -337,6 +361,7 @@ class SGLangEngine(RolloutEngine):
             with _death_reported_later():
                 self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
         super().end_update()
+        self._salts.forget(self.version)
 
     @property
     def has_weights(self) -> bool:
@@ -495,7 +520,7 @@ class DisaggregatedSGLangEngine(SGLangEngine):
         self._open_update()
 
     def load(self, number: int) -> None:
-        """The last bucket carries the version and drops the cache of the old weights."""
+        """The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
         assert self._loading is None, "wait for the bucket before"
         is_last = number == len(self._buckets) - 1
         entries = self._buckets[number].flat_entries
@@ -509,7 +534,7 @@ class DisaggregatedSGLangEngine(SGLangEngine):
                     shapes=[list(entry.shape) for entry in entries],
                     group_name=GROUP_NAME,
                     load_format="flattened_bucket",  # one flat tensor: the entries end to end, as a bucket has them
-                    flush_cache=is_last,
+                    flush_cache=is_last and not self._options.max_cache_age,
                     weight_version=str(self._next_version) if is_last else None,
                 )
             )

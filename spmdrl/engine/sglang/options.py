@@ -102,6 +102,7 @@ class SGLangOptions:
     max_running: int  # requests in flight
     longest_tokens: int  # of a prompt and its response
     routes: RouteReader | None = None  # where requests may ask for them
+    max_cache_age: int = 0  # versions, of what its cache may serve to the rest of a response
 
 
 def sglang_problems(
@@ -142,6 +143,7 @@ def sglang_problems(
     yield from image_problems(cfg, model_config)
     yield from route_problems(cfg, model_config)
     yield from fewer_bits_problems(cfg, model_config, device_type=device_type)
+    yield from _cache_problems(cfg)
     yield from rotary_problems(cfg.model.path, model_config)
     if cfg.run.deterministic and device_type == "cpu":
         yield (
@@ -167,6 +169,21 @@ def sglang_problems(
         kind = sglang_process.argument_types()["attention_backend"]
         if problem := sglang_process.type_problem(backend, kind):
             yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
+
+
+def _cache_problems(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.cache_after_refit != "keep":
+        return
+    if cfg.sends_adapters:
+        yield (
+            'rollout.cache_after_refit = "keep": SGLang caches apart what each version of the adapters of [lora] has '
+            'read, and would read it again; set it to "recompute", or lora.merge = true'
+        )
+    if cfg.rollout.placement == "colocated" and cfg.offload.engine:
+        yield (
+            'rollout.cache_after_refit = "keep": SGLang drops its cache before it gives any memory back; set '
+            'offload.engine = [], or cache_after_refit = "recompute"'
+        )
 
 
 def _device_problems(cfg: Config) -> Iterator[str]:
@@ -352,6 +369,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
         max_running=rollout.max_running,
         longest_tokens=longest,
         routes=RouteReader.of(cfg, model_config),
+        max_cache_age=rollout.max_cache_age,
     )
 
 

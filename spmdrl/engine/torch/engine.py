@@ -310,7 +310,7 @@ def _settings(run: Launch[Config]) -> dict[str, Any]:
         "max_cached_tokens": min(run.cfg.rollout.max_running, run.plan.rollouts_per_engine_rank)
         * run.plan.max_sequence_tokens,
         "records_routes": run.cfg.correction.router_replay == "R3",
-        "max_cache_age": run.cfg.rollout.max_staleness if run.cfg.rollout.cache_after_refit == "keep" else 0,
+        "max_cache_age": run.cfg.rollout.max_cache_age,
     }
 
 
