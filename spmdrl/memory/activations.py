@@ -8,8 +8,11 @@ the MLP:
     projections 2 b D              the input of q, k, v, and the input of gate and up
     head norms  (4 + b) (A + K)    where queries and keys have norms of their own
     attention   b (2 A + 2 K) + 4 H   q, k, v, the result (also the input of o), and float32 log-sums
-    MLP         4 b I              gate, up, the activated gate, and the input of down
+    MLP         4 b I              gate, up, the activated gate, and the input of down; 2 b I of one without a gate
+    recurrent   b (2 C + V) + 4 (C + 8 V)   of C channels that are convolved, and V values: what they are projected to,
+                                   the inputs of convolution, rule, norm and gate; 7 b D of a short convolution alone
 
+A layer has those parts that its kind has, and the input of its projections once for each of the first and the last two.
 Fused layers (`model/fused.py`) keep less: b D + 4 for each norm (its input and the inverse root), b (A + K) for norms
 of heads, and 3 b I for the MLP, whose activated gate is computed again.
 
@@ -49,6 +52,11 @@ class Decoder:
     has_head_norms: bool  # of queries and keys, after their projections
     vocabulary: int
     can_be_fused: bool = False  # whether `model/fused.py` has its layers
+    num_attending: int | None = None  # layers with attention; None: all
+    num_mlps: int | None = None  # layers with an MLP or experts; None: all
+    num_recurrent: int = 0
+    recurrent_widths: tuple[int, int] = (0, 0)  # elements of a recurrent layer, in the compute dtype and in float32
+    has_gate: bool = True  # the MLP
     cached_width: int | None = None  # of a token's keys in all layers; None: those of every layer
     conv_elements: int = 0  # all that recurrent layers remember of a sequence, in the compute dtype
     state_elements: int = 0  # the same, in float32
@@ -84,23 +92,36 @@ class ActivationSettings:
 
 
 def layer_activation_bytes(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> int:
-    """Bytes per token that one layer under checkpointing `level` holds from forward to backward."""
+    """Bytes per token that a layer under checkpointing `level` holds from forward to backward, a mean of all kinds."""
+    shared, *parts = _parts(decoder, settings, level=level)
+    present = sum(size * number for size, number in zip(parts, _numbers(decoder), strict=True))
+    return shared + math.ceil(present / decoder.num_layers)
+
+
+def _numbers(decoder: Decoder) -> tuple[int, int, int]:
+    """Count the layers with attention, with an MLP, and with a recurrent part."""
+    every = (decoder.num_layers if number is None else number for number in (decoder.num_attending, decoder.num_mlps))
+    return *every, decoder.num_recurrent
+
+
+def _parts(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> tuple[int, int, int, int]:
+    """Bytes per token of what every layer holds, and of attention, an MLP and a recurrent part where it has them."""
     b, d, a, k = settings.compute_bytes, decoder.hidden, decoder.query_width, decoder.key_width
     if level == "full":
-        return (_FLOAT32 if settings.wide_stream else b) * d
+        return (_FLOAT32 if settings.wide_stream else b) * d, 0, 0, 0
     attention = b * a + _FLOAT32 * decoder.query_heads
+    narrow, wide = decoder.recurrent_widths
     if level == "selective":
         results_of_down = max(1, decoder.experts_per_token) * b * d
-        return b * d + b * (a + 2 * k) + b * d + attention + 2 * b * decoder.mlp_width + results_of_down
+        of_mlp = (2 if decoder.has_gate else 1) * b * decoder.mlp_width + results_of_down
+        return b * d, b * (a + 2 * k) + b * d + attention, of_mlp, b * (narrow + d) // 2 + _FLOAT32 * wide // 6
     head_norms = (b if settings.fused else _FLOAT32 + b) * (a + k) if decoder.has_head_norms else 0
+    tensors = (3 if settings.fused else 4) if decoder.has_gate else 2
     return (
-        decoder.norms * _norm_bytes(decoder, settings)
-        + 2 * b * d
-        + head_norms
-        + attention
-        + b * (a + 2 * (a if settings.repeats_keys else k))
-        + (3 if settings.fused else 4) * b * decoder.mlp_width
-        + 2 * decoder.experts_per_token * b * d
+        decoder.norms * _norm_bytes(decoder, settings),
+        b * d + head_norms + attention + b * (a + 2 * (a if settings.repeats_keys else k)),
+        b * d + tensors * b * decoder.mlp_width + 2 * decoder.experts_per_token * b * d,
+        b * (d + narrow) + _FLOAT32 * wide,
     )
 
 
@@ -130,8 +151,12 @@ def layer_workspace_bytes(decoder: Decoder, settings: ActivationSettings, *, num
     float32, of a norm.
     """
     b = settings.compute_bytes
-    every = layer_activation_bytes(decoder, settings, level="none")
-    recomputed = every - layer_activation_bytes(decoder, settings, level=settings.level)
+    every, kept = (_parts(decoder, settings, level=level) for level in ("none", settings.level))
+    shared, *parts = (whole - part for whole, part in zip(every, kept, strict=True))
+    present = [size for size, number in zip(parts, _numbers(decoder), strict=True) if number]
+    # Where layers have one part each, the largest; else attention or a recurrent part, and the MLP.
+    is_alone = sum(_numbers(decoder)) <= decoder.num_layers
+    recomputed = shared + (max(present) if is_alone else sum(present))
     widest = max(decoder.mlp_width + decoder.hidden, decoder.experts_per_token * decoder.hidden)
     gradients = 3 * b * widest + (0 if settings.fused else _FLOAT32 * decoder.hidden)
     return num_tokens * (recomputed + gradients)

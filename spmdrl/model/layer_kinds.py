@@ -28,6 +28,30 @@ def attending_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(_kinds(config)) if kind not in RECURRENT_KINDS | OTHER_KINDS]
 
 
+def layers_with_mlps(config: Any) -> int:
+    """Count the layers with an MLP or experts: all, but where these are layers of their own."""
+    kinds = _kinds(config)
+    own = sum(kind in OTHER_KINDS for kind in kinds)
+    return own or len(kinds)
+
+
+def recurrent_widths(config: Any) -> tuple[int, int]:
+    """Count the elements of a token that autograd keeps of a recurrent layer: in the compute dtype, and in float32."""
+    family = family_of(config)
+    if not recurrent_layers(config):
+        return 0, 0
+    if family.has_short_convs:
+        return 7 * config.hidden_size, 0
+    if family.mamba2 is not None:
+        heads, head_dim, groups, state, _ = (getattr(config, name) for name in family.mamba2.sizes)
+        values = heads * head_dim
+        channels = values + 2 * groups * state
+        return 2 * channels + values, channels + 8 * values
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    return 5 * channels + 5 * values, 4 * values
+
+
 def cached_heads(config: Any) -> dict[int, tuple[int, int]]:
     """Map each layer that attends to (number of key heads, their size); its values have heads of this size too.
 

@@ -17,7 +17,14 @@ from spmdrl.families import vision_family
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
-from spmdrl.model.layer_kinds import cached_heads, remembered_elements
+from spmdrl.model.layer_kinds import (
+    attending_layers,
+    cached_heads,
+    layers_with_mlps,
+    recurrent_layers,
+    recurrent_widths,
+    remembered_elements,
+)
 from spmdrl.model.load import parameter_shapes
 from spmdrl.model.split import decoder_plan
 from spmdrl.types import UserError
@@ -45,8 +52,8 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
     """Return (linear, quadratic): a forward pass over T tokens takes linear T + quadratic T^2 FLOPs.
 
     `shapes` are those of the model's parameters, of which those of a tower for images do nothing for tokens: a frozen
-    one encodes an image once, whatever the sequences. Attention is counted as if every layer saw the whole sequence;
-    `flop_coefficients` has the formula.
+    one encodes an image once, whatever the sequences. Attention is counted as if every layer that has it saw the whole
+    sequence; `flop_coefficients` has the formula.
     """
     text, in_tower = model_config.get_text_config(), tower_names(model_config, shapes)
     chosen, experts, parameters = experts_per_token(text) or 1, expert_names(shapes), 0
@@ -56,7 +63,7 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
             parameters += math.prod(shape) * chosen // shape[0] if name in experts else math.prod(shape)
     return flop_coefficients(
         matmul_parameters=parameters,
-        num_layers=text.num_hidden_layers,
+        num_layers=len(attending_layers(text)),
         num_heads=text.num_attention_heads,
         head_dim=max(size for _, size in cached_heads(text).values()),
     )
@@ -165,7 +172,8 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     of_experts = (getattr(config, name, None) for name in ("moe_intermediate_size", "expert_ffn_hidden_size"))
     expert_width = next(filter(None, of_experts), mlp_width)
     conv_elements, state_elements = remembered_elements(config)
-    first_layer = [name for name in shapes.keys() - in_tower if ".layers.0." in name]
+    in_text = shapes.keys() - in_tower
+    first_layer = [name for name in in_text if ".layers.0." in name]
     return Decoder(
         num_layers=config.num_hidden_layers,
         hidden=hidden,
@@ -180,6 +188,11 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         vocabulary=config.vocab_size,
         can_be_fused=has_fused_layers(config),
         cached_width=sum(number * size for number, size in cached.values()),
+        num_attending=len(cached),
+        num_mlps=layers_with_mlps(config),
+        num_recurrent=len(recurrent_layers(config)),
+        recurrent_widths=recurrent_widths(config),
+        has_gate=any("gate_" in name for name in in_text) or not any(".up_proj" in name for name in in_text),
         conv_elements=conv_elements,
         state_elements=state_elements,
     )

@@ -27,10 +27,11 @@ _MOST_LAYERS = 12
 SIZES: Mapping[str, str] = {
     "as the others need it": "num_hidden_layers hidden_size num_attention_heads num_key_value_heads "
     "linear_num_value_heads mamba_d_head mamba_d_ssm moe_layer_end_index mlp_only_layers hybrid_layer_ids "
-    "max_position_embeddings original_max_position_embeddings rope_parameters",
+    "max_position_embeddings original_max_position_embeddings rope_parameters num_layers",
     "in its ratio to the width": "intermediate_size moe_intermediate_size shared_expert_intermediate_size "
     "shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size hidden_size_per_layer_input "
-    "dense_intermediate_size intermediate_size_mlp block_ff_dim block_dim conv_dim",
+    "dense_intermediate_size intermediate_size_mlp block_ff_dim block_dim conv_dim ffn_hidden_size "
+    "expert_ffn_hidden_size",
     "an eighth, in steps of 16": "head_dim global_head_dim v_head_dim attention_head_dim",
     "an eighth, in steps of 8": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim linear_key_head_dim "
     "linear_value_head_dim ssm_state_size mamba_d_state mamba_head_dim mamba_headdim",
@@ -38,7 +39,7 @@ SIZES: Mapping[str, str] = {
     "1": "eos_token_id",
     "2": "bos_token_id",
     "8": "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts "
-    "mamba_num_heads mamba_n_heads n_mamba_heads",
+    "mamba_num_heads mamba_n_heads n_mamba_heads zero_expert_num",
     "128": "vocab_size vocab_size_per_layer_input",
     "at most 2": "num_global_key_value_heads num_kv_shared_layers mamba_n_groups n_groups mamba_ngroups "
     "linear_num_key_heads topk_group",

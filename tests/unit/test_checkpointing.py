@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    NemotronHConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Pair
@@ -135,6 +144,43 @@ def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -
         )
         predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
         assert 0.85 < predicted / measured < 1.15, (level, every_layers)
+        del scores
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+WIDE = HEADS | {"hidden_size": 128, "intermediate_size": 256}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_expand": 2}
+ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "kind": NemotronHConfig,
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+    },
+    "granite": ALTERNATING
+    | MAMBA2
+    | {"kind": GraniteMoeHybridConfig, "num_local_experts": 0, "shared_intermediate_size": 256},
+    "lfm2": {"kind": Lfm2Config, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "qwen3_5": ALTERNATING
+    | {"kind": Qwen3_5TextConfig, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_what_layers_of_several_kinds_keep_is_what_the_formula_says(model: str) -> None:
+    for dtype, level in itertools.product((torch.float32, torch.bfloat16), ("none", "full", "selective")):
+        policy = policy_of(level, dtype=dtype, **WIDE | HYBRIDS[model])
+        with Watch() as watch:
+            scores = policy(tokens(100, 60, 40))
+            measured = watch.live_bytes
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+        kept = ActivationSettings(level=level, every_layers=1, compute_bytes=dtype.itemsize, repeats_keys=False)
+        predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=200)
+        assert 0.85 < predicted / measured < 1.15, (dtype, level, predicted / measured)
         del scores
 
 
