@@ -151,8 +151,8 @@ def layer_workspace_bytes(decoder: Decoder, settings: ActivationSettings, *, num
     float32, of a norm.
     """
     b = settings.compute_bytes
-    every, kept = (_parts(decoder, settings, level=level) for level in ("none", settings.level))
-    shared, *parts = (whole - part for whole, part in zip(every, kept, strict=True))
+    every, saved = (_parts(decoder, settings, level=level) for level in ("none", settings.level))
+    shared, *parts = (whole - part for whole, part in zip(every, saved, strict=True))
     present = [size for size, number in zip(parts, _numbers(decoder), strict=True) if number]
     # Where layers have one part each, the largest; else attention or a recurrent part, and the MLP.
     is_alone = sum(_numbers(decoder)) <= decoder.num_layers
