@@ -100,8 +100,9 @@ def layer_activation_bytes(decoder: Decoder, settings: ActivationSettings, *, le
 
 def _numbers(decoder: Decoder) -> tuple[int, int, int]:
     """Count the layers with attention, with an MLP, and with a recurrent part."""
-    every = (decoder.num_layers if number is None else number for number in (decoder.num_attending, decoder.num_mlps))
-    return *every, decoder.num_recurrent
+    every = decoder.num_layers
+    attending = every if decoder.num_attending is None else decoder.num_attending
+    return attending, every if decoder.num_mlps is None else decoder.num_mlps, decoder.num_recurrent
 
 
 def _parts(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> tuple[int, int, int, int]:
