@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 from results import RESULTS, ROOT, provenance, write_result
-
 from runs import curve, described, train, warm_start
+
 from spmdrl.report.forecast import forecast, forecast_run
 from spmdrl.report.run_folder import RunFolder, read_steps
 

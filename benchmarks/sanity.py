@@ -24,8 +24,8 @@ from typing import Any
 
 import workload
 from results import ROOT, provenance, write_result
-
 from runs import DEMO, curve, described, train, warm_start
+
 from spmdrl.config import Config, read_config
 from spmdrl.report.run_folder import RunFolder
 from spmdrl.step.evaluate import ScoredPrompt, scored_prompts
