@@ -629,6 +629,31 @@ def test_every_rule_names_the_settings_it_is_about(tmp_path: Path, name: str) ->
         assert set(named) - {own} and ours <= set(all_keys(Config)), (sentence, named)
 
 
+def test_a_source_changes_settings_of_the_run_by_name(tmp_path: Path) -> None:
+    own = '[data.sources.algorithm]\nweight = 2.0\nloss.{}\nadvantage.estimator = "rloo"\n[rollout]'
+    run = ("loss.dual_clip=3.0", "loss.aggregation=constant", "advantage.divide_by_std=false")
+    cfg = read(tmp_path, GOOD.replace("[rollout]", own.format("clip_high = 0.5")), *run)
+    assert [one.name for one in cfg.algorithms] == ["others", "chain_sum"] and cfg.algorithm_places == {"chain_sum": 1}
+    _, one = cfg.algorithms
+    assert one.loss == cfg.loss.model_copy(update={"clip_high": 0.5}) and one.weight == 2.0
+    assert one.advantage.divide_by_std is None, "it belonged to the run's estimator"
+    _, other = read(tmp_path, GOOD.replace("[rollout]", own.format('kind = "cispo"')), *run).algorithms
+    assert other.loss.settings == {"clip_low": 1.0, "clip_high": 4.0} and other.loss.aggregation == "constant"
+    wrong = problems(tmp_path, GOOD.replace("[rollout]", own.format("clip_hi = 0.5\nloss.updates_per_step = 2")))
+    assert begin(
+        wrong,
+        "c.toml:16: data.sources.1.algorithm.loss.clip_hi: no such setting; did you mean clip_high?",
+        "c.toml:17: data.sources.1.algorithm.loss.updates_per_step cannot differ between sources",
+    ), wrong
+    lonely = problems(
+        tmp_path,
+        GOOD.replace("[rollout]", own.format("clip_high = 0.5")),
+        "rollout.group_size=1",
+        "advantage.estimator=reinforce_plus_plus",
+    )
+    assert begin(lonely, "c.toml:14: data.sources.1.algorithm: rollout.group_size = 1 leaves"), lonely
+
+
 def test_fine_tuning_has_the_rules_that_it_shares(tmp_path: Path) -> None:
     text = GOOD[: GOOD.index("[rollout]")] + GOOD[GOOD.index("[optim]") :]
     (tmp_path / "c.toml").write_text(
