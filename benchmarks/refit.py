@@ -2,12 +2,14 @@
 
     python benchmarks/refit.py --sizes 10m 200m 1b --repeats 7
     python benchmarks/refit.py --sizes 200m --lora 8
+    python benchmarks/refit.py --sizes 10m 200m --fp8
 
 Random Qwen3-shaped models in float32 on one rank, and SGLang in processes of its own. The two ways alternate; each
 opens one update session and compares no digests. A refit that does follows each pair, and then the limit is timed: a
 `copy_` of half a GiB on one thread, between buffers that no cache holds. With `--lora` refits of adapters of that rank
-on all linear layers, which are always verified, alternate with refits of all weights. Prints one JSON object;
-`benchmarks/bench.py` says what is in it.
+on all linear layers, which are always verified, alternate with refits of all weights. With `--fp8` refits in bfloat16
+alternate with refits whose projections are in e4m3, into an engine that only copies what it gets: SGLang has no such
+layers on a CPU. Prints one JSON object; `benchmarks/bench.py` says what is in it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spmdrl.config import LoraConfig, ModelConfig, RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.engine import SGLangEngine
@@ -41,6 +44,7 @@ from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.load import load_policy
 from spmdrl.model.lora.policy import load_trained
 from spmdrl.refit.refit import AdapterRefit, Refit
+from spmdrl.types import Request, Response
 
 MIB = 2**20
 GIB = 2**30
@@ -60,10 +64,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10m", "200m", "1b"])
     parser.add_argument("--repeats", type=int, default=7, help="pairs of refits of each model")
     parser.add_argument("--lora", type=int, metavar="RANK", help="time refits of adapters instead")
+    parser.add_argument("--fp8", action="store_true", help="time refits in bfloat16 and in e4m3 instead")
     parser.add_argument("--bucket-mib", type=int, default=bucket_bytes(RefitConfig(), device_bytes=None) // MIB)
     parser.add_argument("--copy-mib", type=int, default=512, help="of the plain copy")
     args = parser.parse_args()
     load_average = os.getloadavg()
+    way, line = (measure_adapters, adapter_summary) if args.lora else (measure, summary)
+    way, line = (measure_fp8, fp8_summary) if args.fp8 else (way, line)
     sizes: dict[str, Any] = {}
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
@@ -72,8 +79,7 @@ def main() -> None:
             if (available := available_bytes()) < needed:
                 sizes[size] = {"left_out": f"needs {needed / GIB:.1f} GiB, {available / GIB:.1f} are available"}
             else:
-                sizes[size] = measure_adapters(size, meshes, args) if args.lora else measure(size, meshes, args)
-            line = adapter_summary if args.lora else summary
+                sizes[size] = way(size, meshes, args)
             print(size, "left out" if "left_out" in sizes[size] else line(sizes[size]), file=sys.stderr, flush=True)
     result = {
         "bucket_mib": args.bucket_mib,
@@ -206,6 +212,64 @@ def adapter_summary(found: dict[str, Any]) -> str:
         f"{found['whole_median_s'] * 1e3:.1f} ms and verified {found['verified_median_s'] * 1e3:.1f} ms: "
         f"{statistics.median(found['times_faster']):.1f} and "
         f"{statistics.median(found['times_faster_verified']):.1f} times as fast"
+    )
+
+
+class Receiver(RolloutEngine):
+    """Copies every bucket into memory of its own, and samples nothing."""
+
+    naming = "checkpoint"
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._memory: dict[int, Tensor] = {}
+
+    def load(self, number: int) -> None:
+        num_bytes = self._buckets[number].num_bytes
+        memory = self._memory.setdefault(number, torch.empty(num_bytes, dtype=torch.uint8))
+        memory.copy_(self._buffers[number % len(self._buffers)][:num_bytes])
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Response]]:
+        raise NotImplementedError
+
+
+def measure_fp8(size: str, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:
+    """Refits in bfloat16 and with projections in e4m3, alternating, each into memory of its own."""
+    config, refit_config = model_config(size), RefitConfig(bucket_bytes=args.bucket_mib * MIB, verify="first")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
+    plain, fp8 = (
+        Refit(policy, Receiver(), meshes, refit_config, dtype=torch.bfloat16, quantize=quantize)
+        for quantize in (False, True)
+    )
+    for refit in (plain, fp8):
+        refit(version=0)
+    plain_s, fp8_s = [], []
+    for version in range(1, 1 + args.repeats):
+        plain_s.append(seconds(lambda version=version: plain(version=version)))
+        fp8_s.append(seconds(lambda version=version: fp8(version=version)))
+    plain_bytes, fp8_bytes = (sum(bucket.num_bytes for bucket in plan_of(refit)) for refit in (plain, fp8))
+    return {
+        "parameters": count(config),
+        "bfloat16_gb": plain_bytes / 1e9,
+        "fp8_gb": fp8_bytes / 1e9,
+        "share_of_bytes": fp8_bytes / plain_bytes,
+        "bfloat16_s": plain_s,
+        "fp8_s": fp8_s,
+        "bfloat16_median_s": statistics.median(plain_s),
+        "fp8_median_s": statistics.median(fp8_s),
+        "ratios": [quantized / as_is for quantized, as_is in zip(fp8_s, plain_s, strict=True)],
+    }
+
+
+def fp8_summary(found: dict[str, Any]) -> str:
+    """One line."""
+    return (
+        f"({found['parameters'] / 1e6:.0f}M): {found['fp8_gb']:.3f} GB beside {found['bfloat16_gb']:.3f}, "
+        f"{found['share_of_bytes']:.2f}; {found['fp8_median_s'] * 1e3:.0f} ms beside "
+        f"{found['bfloat16_median_s'] * 1e3:.0f}"
     )
 
 

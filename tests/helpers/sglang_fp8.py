@@ -24,9 +24,6 @@ def install() -> None:
     for name, replacement in {
         "Fp8LinearMethod.process_weights_after_loading": stay_as_loaded,
         "Fp8LinearMethod.apply": multiply,
-        "Fp8MoEMethod.process_weights_after_loading": stay_as_loaded,
-        "Fp8MoEMethod.create_moe_runner": note_config,
-        "Fp8MoEMethod.apply": multiply_experts,
         "Fp8Config.get_supported_act_dtypes": any_dtype,
     }.items():
         HookRegistry.register(f"{_MODULE}.{name}", replacement, HookType.REPLACE)
@@ -44,30 +41,3 @@ def any_dtype(*_: Any) -> list[torch.dtype]:
 def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply activations with a layer's weight."""
     return F.linear(x, dequantized(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
-
-
-def note_config(method: Any, _layer: Any, config: Any) -> None:
-    """Keep what experts are computed with."""
-    method.moe_runner_config = config
-
-
-def multiply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
-    """Compute the experts of each token, one after the other."""
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
-    x, top = dispatched.hidden_states, dispatched.topk_output
-    first, second = (
-        dequantized(weight, scales).to(x.dtype)
-        for weight, scales in (
-            (layer.w13_weight, layer.w13_weight_scale_inv),
-            (layer.w2_weight, layer.w2_weight_scale_inv),
-        )
-    )
-    total = torch.zeros_like(x)
-    for weights, experts in zip(top.topk_weights.T, top.topk_ids.T, strict=True):
-        for expert in experts.unique():
-            rows = experts == expert
-            gate, up = F.linear(x[rows], first[expert]).chunk(2, -1)
-            product = F.linear(F.silu(gate) * up, second[expert])
-            total[rows] += weights[rows, None].to(x.dtype) * product
-    return StandardCombineInput(hidden_states=total)

@@ -352,6 +352,7 @@ IN_BLOCKS = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 1
             ],
         ),
         (hybrid(), (9, 0), (), ["with recurrent layers or a tower; remove it"]),
+        (Qwen3Config(**IN_BLOCKS), (9, 0), APART, ["are not of the integers in its memory"]),
     ],
 )
 def test_models_that_blocks_do_not_divide_are_refused(

@@ -50,6 +50,11 @@ def fewer_bits_problems(cfg: Config, model_config: Any, *, device_type: str) -> 
             f"{asked} needs a CUDA device of compute capability 8.9 or more, for SGLang's products in e4m3, and {has}; "
             'remove it, or set rollout.engine = "torch", which samples with the numbers that e4m3 stands for'
         )
+    if cfg.rollout.placement == "disaggregated":
+        yield (
+            f'{asked} with rollout.placement = "disaggregated": the checksums by which a refit of such an SGLang is '
+            'compared are not of the integers in its memory; set placement = "colocated", or remove it'
+        )
     if cfg.model.compute_dtype == "float32":
         yield f'{asked} with model.compute_dtype = "float32", which SGLang does not mix; set that to "bfloat16"'
     if is_hybrid(model_config) or vision_family(model_config) is not None:
