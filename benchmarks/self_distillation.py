@@ -123,7 +123,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     asked = [*(backward(rng) for _ in range(HELD_OUT)), *(key(*one) for one in keys.items())]
     both = write(folder / "both.jsonl", asked)
     base = str(folder / "base")
-    stages.python("-m", "spmdrl.tools.tiny_model", base, "--num-layers", "2", "--hidden-size", str(args.hidden))
+    if not Path(base).exists():
+        stages.python("-m", "spmdrl.tools.tiny_model", base, "--num-layers", "2", "--hidden-size", str(args.hidden))
     start = stages.run("sft", "start", **_sft(base, write(folder / "begin.jsonl", begins), "response", args))
     own = stages.run(
         "train",
