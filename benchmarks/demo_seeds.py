@@ -4,9 +4,8 @@
 
 Each run begins with the demo's warm start and is evaluated on its held-out questions. Without staleness there is one
 for each seed; with `rollout.partial` and a limit of 1 to 8 steps one for each of the first `--stale-seeds`, with
-`correction.kind = "icepop"` and the virtual clock. On that clock all groups that are open are finished in the step in
-which the first of them is, because responses are shorter than one of its ticks: with a limit of s, a group waits up to
-s steps and s / 2 in the mean.
+`correction.kind = "icepop"` and the virtual clock. Responses are shorter than one of its ticks, so a group is finished
+in the step that opens it, and then waits: after the first steps every token is as old as the limit allows.
 
 - `forecasts`: what the first half of each run without staleness predicts of its last evaluation, by `spmdrl compare
   --fit`, and whether that lies in its 90 % interval; `recorded`: the same of whole demos, whose curves are in
