@@ -442,6 +442,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
         "loss.entropy_target_nats=0.3",
     ),
     "sources_keep_the_rules_of_a_run": (SOURCE.format('loss={kind="gspo"},advantage={estimator="none"}'),),
+    "fewer_bits_need_a_correction": ("rollout.quantization=fp8",),
+    "quantized_engines_take_whole_weights": ("rollout.quantization=fp8", "correction.kind=tis", "lora.rank=4"),
     "biases_of_experts_can_move": ("optim.expert_bias_rate=0.001", "lora.rank=3"),
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
     "top_tokens_belong_to_the_vocabulary": (*DISTILL, "distill.top_k=8", "distill.divergence=sampled_kl"),
