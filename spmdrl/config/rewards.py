@@ -153,7 +153,7 @@ class JudgeReward(_Term):
     """The score that a language model gives to a response. See `docs/judges.md`."""
     url: Annotated[str, AfterValidator(_address)]
     """Address of an OpenAI-compatible server, such as `http://localhost:8000/v1`; or `policy`: the policy judges its
-    own responses, with the weights that sampled them, before its engine sleeps."""
+    own responses, with the weights that its engine has when they are sampled, before that sleeps."""
     model: str | None = None
     """The judge's name at that server, which every address needs."""
     group: Literal["scores", "ranking"] | None = None

@@ -3,7 +3,8 @@
     question -> chat template -> request -> response -> text, which `rewards/judge.py` reads
 
 What it says is a number in a reward and nothing else: no token of it is trained on. Answers are cached by the content
-of their requests and by the version of the weights, so that a resumed run has the same rewards.
+of their requests, by the version of the weights and by the run's settings, so that a resumed run has the same rewards,
+and one that goes on with other settings, whose versions have other weights, asks again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class PolicyJudge:
         """`said` has the answers of before; None: they are not cached."""
         self._engine, self._tokenizer, self._stops, self._cfg = engine, tokenizer, stop_token_ids, cfg
         self._said = said or Cache(None)
+        self._settings = self._said.key({"settings": repr(cfg)})
 
     def __call__(self, term: JudgeReward, questions: Sequence[str]) -> list[str | ValueError]:
         """Answer questions; an error, with a sentence, for one that cannot be asked. Equal ones are asked once."""
@@ -71,10 +73,9 @@ class PolicyJudge:
             "temperature": term.temperature,
             "stop_token_ids": sorted(self._stops),
         }
-        key = self._said.key(content)
-        return key, Request(
+        return self._said.key(content | {"settings": self._settings}), Request(
             prompt_ids=token_ids,
-            seed=mix(int(key[:16], 16)),
+            seed=mix(int(self._said.key(content)[:16], 16)),
             max_response_tokens=term.max_answer_tokens,
             temperature=term.temperature,
             stop_token_ids=self._stops,

@@ -251,6 +251,9 @@ def test_the_policy_is_asked_once_by_each_of_its_versions(tmp_path: Path) -> Non
     assert ask(engine)[:3] == first[:3] and len(engine.asked) == 2, "a run that goes on asks nothing twice"
     engine.version = 1
     assert ask(engine)[:3] == first[:3] and len(engine.asked) == 4, "other weights may say something else"
+    cfg = _config(reward, data=cfg.data, run=cfg.run, optim=SimpleNamespace(lr=1.0))
+    assert ask(engine)[:3] == first[:3] and len(engine.asked) == 6, "so may a version 1 of other settings"
+    assert engine.asked[4:] == engine.asked[2:4]
 
 
 def test_closing_ends_what_is_asked(server: JudgeServer) -> None:
