@@ -33,15 +33,21 @@ def changes_between(model_config: Any, shorter: int, longer: int) -> bool:
     )
 
 
-def length_problems(model_config: Any, longest: int, *, are_sampled: bool) -> Iterator[str]:
+ALLOWED_BY = "data.max_prompt_tokens and max_response_tokens"
+
+
+def length_problems(
+    model_config: Any, longest: int, *, are_sampled: bool, allowed_by: str = ALLOWED_BY
+) -> Iterator[str]:
     """Yield a sentence when sequences of up to `longest` tokens would not have the frequencies that they should have.
 
-    `are_sampled`: whether an engine samples them, which cannot know how long a sequence will be.
+    `are_sampled`: whether an engine samples them, which cannot know how long a sequence will be. `allowed_by`: the
+    settings that say how long.
     """
     text, limit = model_config.get_text_config(), changes_after(model_config)
     if limit is None or not limit < longest <= text.max_position_embeddings:  # beyond which no model's run may be
         return
-    lengths = f"data.max_prompt_tokens and max_response_tokens allow sequences of {longest} tokens"
+    lengths = f"{allowed_by} allow sequences of {longest} tokens"
     lower = f"lower them to {limit} together"
     if family_of(text).reads_short_factors_only:
         left_out = f"the long factors of {text.model_type}'s longrope"

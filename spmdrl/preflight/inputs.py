@@ -462,19 +462,24 @@ def _length_problems(plan: Plan, model: OpenedModel) -> Iterator[str]:
         )
 
 
+_OF_JUDGES = "max_question_tokens and max_answer_tokens"
+
+
 def _judged_problems(plan: Plan, policy: OpenedModel) -> Iterator[str]:
     limit, longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None), plan.max_judged_tokens
     if limit is not None and longest > limit:
         yield (
             f"a question to the policy as its own judge may have {longest} tokens with its answer, but the model was "
-            f"made for {limit} (max_position_embeddings); lower max_question_tokens or max_answer_tokens of "
-            "reward.terms"
+            f"made for {limit} (max_position_embeddings); lower {_OF_JUDGES} of reward.terms"
         )
 
 
 def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
-    longest = plan.max_sampled_tokens
-    return rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    yield from rotary.length_problems(policy.config, longest, are_sampled=isinstance(cfg, Config))
+    yield from rotary.length_problems(
+        policy.config, plan.max_judged_tokens, are_sampled=True, allowed_by=f"{_OF_JUDGES} of reward.terms"
+    )
 
 
 def _tree_problems(cfg: Config | TuningConfig, plan: Plan, model: OpenedModel) -> Iterator[str]:

@@ -189,9 +189,10 @@ class SGLangEngine(RolloutEngine):
             process.close()
             # SGLang would cut responses short and say that they reached their length.
             raise UserError(
-                f"SGLang has room for sequences of {process.longest_tokens} tokens, but a prompt and its response may "
-                f"have {options.longest_tokens}; raise rollout.memory_fraction or rollout.max_kv_tokens, or lower "
-                "data.max_prompt_tokens or rollout.max_response_tokens"
+                f"SGLang has room for sequences of {process.longest_tokens} tokens, but a prompt and its response, or "
+                f"a question to the policy as a judge and its answer, may have {options.longest_tokens}; raise "
+                "rollout.memory_fraction or rollout.max_kv_tokens, or lower data.max_prompt_tokens and "
+                "rollout.max_response_tokens, or the judge's max_question_tokens and max_answer_tokens"
             )
         return process
 

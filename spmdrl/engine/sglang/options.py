@@ -157,13 +157,14 @@ def sglang_problems(
             f"end-of-sequence tokens of the model; set rollout.stop_token_ids = {sorted(ends | stop_token_ids)}"
         )
     eval_tokens = (cfg.eval.max_response_tokens if cfg.eval else None) or 0
-    longest = max(
-        cfg.data.max_prompt_tokens + max(cfg.rollout.max_response_tokens, eval_tokens), cfg.reward.max_judged_tokens
+    longest, what = max(
+        (cfg.data.max_prompt_tokens + max(cfg.rollout.max_response_tokens, eval_tokens), "prompt and its response"),
+        (cfg.reward.max_judged_tokens, "question to the policy as a judge and its answer"),
     )
     if cfg.rollout.max_kv_tokens is not None and cfg.rollout.max_kv_tokens < longest + _ROOM_TOKENS:
         yield (
-            f"rollout.max_kv_tokens = {cfg.rollout.max_kv_tokens} cannot hold one prompt and its response of together "
-            f"{longest} tokens; set it to {longest + _ROOM_TOKENS} or more"
+            f"rollout.max_kv_tokens = {cfg.rollout.max_kv_tokens} cannot hold one {what} of together {longest} tokens; "
+            f"set it to {longest + _ROOM_TOKENS} or more"
         )
     if (backend := cfg.rollout.attention_backend) is not None:
         kind = sglang_process.argument_types()["attention_backend"]
