@@ -453,6 +453,8 @@ def _metrics(
             "rollout/sampled_tokens": Mean.of(
                 float(num_tokens) for group in late for num_tokens in group.tokens_of_each if num_tokens
             ),
-            "reward/sampled_mean": Mean.of(reward for group in late for reward in group.known_rewards),
+            "reward/sampled_mean": Mean.of(
+                reward for group in late for reward in group.known_rewards if rules.rewards_are_whole
+            ),
         }
     return metrics

@@ -46,6 +46,7 @@ class CollectionRules:
     refit_after: int | None = None  # tokens of each row before a refit in flight, by the virtual clock
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
     chooses_prompts: bool = False  # by a curriculum
+    rewards_are_whole: bool = True  # when they are computed; else terms are added once a step has its groups
     in_order: bool = False  # nothing depends on how long environments take
     max_open: int | None = None  # episodes of an engine that are open at once
 
@@ -75,6 +76,7 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         refit_after=_whole_ticks(cfg.rollout.refit_after),
         with_baseline=cfg.advantage.compares_with_greedy,
         chooses_prompts=cfg.data.curriculum is not None,
+        rewards_are_whole=not cfg.reward.group_terms,
         in_order=cfg.run.deterministic,
         max_open=cfg.environment.max_open if cfg.environment else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import threading
 import time
@@ -415,6 +416,9 @@ def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
     assert metrics["rollout/aborted_count"] > 0
     assert metrics["rollout/discarded_tokens"] >= metrics["rollout/aborted_tokens"]
     assert run.state(2)["carried"] == []
+    assert metrics["reward/sampled_mean"] >= 0
+    ((_, metrics),) = start(replace(OVERSAMPLED, rewards_are_whole=False), fast_and_slow()).steps(1, 1)
+    assert math.isnan(metrics["reward/sampled_mean"]), "of these rewards a term is missing"
 
 
 def test_no_engine_waits_for_its_slowest_response() -> None:
