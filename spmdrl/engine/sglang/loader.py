@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,9 +322,13 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
 
 
 def note_scales(model: nn.Module, file: Path) -> None:
-    """Write the names of a model's scales of blocks, which are its list of weights in e4m3."""
+    """Write the names of a model's scales of blocks, which are its list of weights in e4m3.
+
+    Every device of an engine writes the same file, perhaps while it is read: it is whole at any time."""
     names = [name for name, _ in model.named_parameters() if name.endswith(SCALES)]
-    file.write_text(json.dumps(names), encoding="utf-8")
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(names), encoding="utf-8")
+    unfinished.replace(file)
 
 
 def _answer(model: Any, question: Path) -> None:
