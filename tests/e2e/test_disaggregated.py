@@ -27,6 +27,7 @@ from tests.helpers.small_run import (
 
 APART = ('rollout.placement="disaggregated"', "report.samples_per_step=100")
 IN_STEP = "rollout.max_staleness=0"
+FP8 = ("rollout.quantization=fp8", "correction.kind=tis", "debug.assert_on_policy=false")
 
 
 def samples(run: Path) -> list[dict]:
@@ -47,9 +48,14 @@ def alone(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path) -> None:
-    launch(folder, 2, "run.name=apart", *APART, IN_STEP, "rollout.num_ranks=1")
-    apart = folder / "runs/apart"
+@pytest.mark.parametrize("fewer", [(), FP8], ids=["as_it_is", "fp8"])
+def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path, fewer: tuple[str, ...]) -> None:
+    if fewer:
+        alone = folder / "runs/alone-fp8"
+        launch(folder, 1, f"run.name={alone.name}", "report.samples_per_step=100", *fewer)
+        assert rows(alone)[1]["mismatch/max_abs_nats"] > 1e-3, "the engine samples with the trainer's own numbers"
+    apart = alone.with_name(alone.name.replace("alone", "apart"))
+    launch(folder, 2, f"run.name={apart.name}", *APART, IN_STEP, "rollout.num_ranks=1", *fewer)
     assert samples(apart) == samples(alone)
     assert steady_rows(apart) == steady_rows(alone)
     assert_same_weights(alone, apart)
