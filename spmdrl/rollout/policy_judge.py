@@ -4,7 +4,7 @@
 
 What it says is a number in a reward and nothing else: no token of it is trained on. Answers are cached by the content
 of their requests, by the version of the weights and by the run's settings, so that a resumed run has the same rewards,
-and one that goes on with other settings, whose versions have other weights, asks again.
+and one that is resumed with other settings, whose versions have other weights, asks again.
 """
 
 from __future__ import annotations
