@@ -79,7 +79,7 @@ def _walk(kind: type[Section], location: Location) -> Iterator[tuple[str | int, 
             is_choice = len(sections) > 1 and not any(is_array(field.annotation) for field in fields)
             is_name = any(is_by_name(field.annotation) for field in fields)
         else:
-            is_choice = bool(sections)
+            is_choice = len(sections) > 1
         yield part, is_tag, sections
 
 
@@ -141,6 +141,13 @@ def nearest(kind: type[Section], location: Location) -> str | None:
     everywhere = {name.rpartition(".")[2]: name for name in reversed([*all_keys(kind)])}
     near = difflib.get_close_matches(given, everywhere, n=1, cutoff=0.8)
     return everywhere[near[0]] if near else None
+
+
+# Settings that were there, by their names without places in arrays, with the end of their sentence.
+_REPLACED = {
+    "distill.teachers.rewarded": '; for rewarded = false, set advantage.estimator = "none" in the '
+    "[data.sources.algorithm] of the sources that it teaches",
+}
 
 
 def did_you_mean(kind: type[Section], location: Location) -> str:
@@ -277,7 +284,8 @@ def field_mistakes(kind: type[Section], values: Mapping[str, Any], error: Valida
         match problem["type"]:
             case "extra_forbidden":
                 missing = _meant(kind, location, values)
-                yield ConfigError(name, f"{name}: no such setting{did_you_mean(kind, location)}", missing)
+                hint = _REPLACED.get(_INDEX.sub("", name)) or did_you_mean(kind, location)
+                yield ConfigError(name, f"{name}: no such setting{hint}", missing)
             case "missing" if name in misspelled:
                 pass  # its sentence is that of the misspelled key
             case "missing":
