@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from spmdrl.config.base import problems, rule
 from spmdrl.config.data import FileSettings, ReasoningGymData
-from spmdrl.config.source_algorithm import Algorithm, SourceAlgorithm, override_problems
+from spmdrl.config.source_algorithm import OTHER_SOURCES, Algorithm, SourceAlgorithm, override_problems
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import NO_TEACHER
 
@@ -35,6 +35,16 @@ def a_task_has_one_algorithm(cfg: Config) -> Iterator[str]:
             yield (
                 f"data.sources.{place}.algorithm is another than that of a source before it, and both have the task "
                 f'"{source.task}", by which rollouts know their algorithm; give one a task of its own'
+            )
+
+
+@rule(Config)
+def the_others_have_a_name_in_metrics(cfg: Config) -> Iterator[str]:
+    for table, task, _ in _tables(cfg.data.sources):
+        if task == OTHER_SOURCES:
+            yield (
+                f'{table}: metrics call the sources without an algorithm of their own "{OTHER_SOURCES}", and this one '
+                "has that task; give it another"
             )
 
 

@@ -69,6 +69,16 @@ def test_nothing_can_be_changed_afterwards(tmp_path: Path) -> None:
         ),
         ("[optim]", '[correction]\nkind = "mis"\n[optim]', 'correction: kind = "mis" needs a mode'),
         ("[optim]", '[advantage]\nestimator = "rloo"\ndivide_by_std = true\n[optim]', "has no meaning"),
+        (
+            "[optim]",
+            '[[distill.teachers]]\nmodel = "t"\nwieght = 0.5\n[optim]',
+            "distill.teachers.0.wieght: no such setting; did you mean distill.teachers.0.weight?",
+        ),
+        (
+            "[optim]",
+            '[[distill.teachers]]\nmodel = "t"\nrewarded = false\n[optim]',
+            'distill.teachers.0.rewarded: no such setting; for rewarded = false, set advantage.estimator = "none" in',
+        ),
     ],
 )
 def test_a_problem_is_one_sentence_with_its_place(tmp_path: Path, wrong: str, right: str, sentence: str) -> None:
@@ -435,6 +445,9 @@ DISTILL = ('models={t={path="t"}}', "distill.teacher=t")
 BROKEN: dict[str, tuple[str, ...]] = {
     "settings_of_sources_are_in_order": (SOURCE.format('loss={clip_hi=0.3,updates_per_step=2},advantage={k="4"}'),),
     "a_task_has_one_algorithm": (OTHER_SOURCE,),
+    "the_others_have_a_name_in_metrics": (
+        'data.sources=[{kind="jsonl",path="a.jsonl",task="others",algorithm={weight=2.0}}]',
+    ),
     "held_out_sources_have_no_algorithm": (f"eval={{num_prompts=2,{SOURCE.removeprefix('data.').format('')}}}",),
     "what_is_sampled_or_valued_is_for_all": (SOURCE.format('advantage={estimator="gae"}'),),
     "one_coefficient_follows_the_entropy": (
