@@ -102,6 +102,17 @@ def test_a_healthy_run_has_no_finding_at_any_length(num_steps: int) -> None:
     assert names(HEALTHY, num_steps) == []
 
 
+def test_a_step_without_rollouts_of_a_data_source_is_no_fault() -> None:
+    of_sources: dict[str, Values] = {
+        "loss/mean_style": lambda step: None if step % 3 == 0 else 0.1,
+        "update/entropy_nats_style": lambda step: None if step % 3 == 0 else 1.0,
+        "loss/mean_others": lambda step: None,  # all sources have an algorithm of their own
+        "update/entropy_nats_others": lambda step: None,
+    }
+    assert names(HEALTHY | of_sources) == []
+    assert names(HEALTHY | of_sources | FAULTY["numbers that are not finite"]) == ["numbers that are not finite"]
+
+
 def test_every_rule_is_tried() -> None:
     assert sorted(FAULTY) == sorted(rule.name for rule in RULES)
 
