@@ -6,8 +6,8 @@ nearly all of them right.
 A tiny model has been fine-tuned on sums with answers of which half are right, and answers each of them many times.
 Those that it solves 20 to 80 % of the time are what each algorithm of docs/algorithms.md trains on, again and again.
 It passes when more than 95 % of its responses were right in its last five steps, at temperature 1. Algorithms that only
-episodes have (`gigpo`, `grpo_by_role`) are not among them. Losses of their own take two updates a step, so that ratios
-leave 1.
+episodes have (`gigpo`, `grpo_by_role`, `hierarchical_grpo`) are not among them. Losses of their own take two updates a
+step, so that ratios leave 1.
 Prints a line for each algorithm, and one JSON object: `questions`, `before`, `rows`.
 """
 

@@ -1,5 +1,5 @@
-"""The miniature of each recipe: its own file with nothing changed but sizes, paths and the engine, on tiny models with
-the settings of its own, and on data of the form of its own."""
+"""The miniature of each recipe: its own file with other sizes and paths and the torch engine, on tiny models with the
+settings of its own, and on data of the form of its own."""
 
 from __future__ import annotations
 
