@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import workload
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from noisy_engine import NoisyEngine
 from results import RESULTS, ROOT, provenance
 from results import write_result as write_file
+from runs import described, finished, train
 
 from spmdrl.report.curves import FAINT_INK, RUN_COLORS, STYLE
 from spmdrl.report.files import read_rows
@@ -41,16 +38,12 @@ from spmdrl.report.series import smoothed
 RESULT, PICTURE = RESULTS / "mismatch.json", ROOT / "docs/images/mismatch.svg"
 MAX_SEEDS = 10  # seeds are below
 SETTINGS = (  # over configs/demo.toml
-    "run.threads_per_rank=1",
     "run.num_steps=160",
     "rollout.prompts_per_step=32",
     # Without a baseline for each prompt, what the mismatch adds to the gradient of a hard prompt does not cancel.
     "advantage.estimator=reinforce_plus_plus",
     "optim.schedule=constant",
     "eval.every=20",
-    "report.console=plain",
-    "report.tensorboard=false",
-    "export.at_end=false",
 )
 MASK = ("correction.kind=mis", "correction.mode=mask", "correction.low=0.5", "correction.high=5.0")
 NOISY = "rollout.engine=benchmarks/noisy_engine.py:NoisyEngine"
@@ -93,7 +86,8 @@ def main() -> None:
         origin = provenance()
         for seed in args.seeds:
             for variant in args.variants:
-                train(variant, seed, args.model.resolve(), folder_of(args.runs, variant, seed), args.settings)
+                asked = (*settings_of(variant, seed), f"model.path={args.model.resolve()}", *args.settings)
+                train(folder_of(args.runs, variant, seed).path, *asked)
         write_result(args.result, args.runs, origin)
     runs = json.loads(args.result.read_text(encoding="utf-8"))["runs"]
     draw(runs, args.picture)
@@ -106,31 +100,9 @@ def folder_of(runs: Path, variant: str, seed: int) -> RunFolder:
     return RunFolder(runs / f"{variant.replace(' ', '-')}-{seed}")
 
 
-def train(variant: str, seed: int, model: Path, folder: RunFolder, settings: Sequence[str]) -> None:
-    """One run, unless its folder holds it already."""
-    if not finished(folder):
-        where = (f"run.dir={folder.path.parent}", f"run.name={folder.path.name}", f"model.path={model}")
-        call(*command(variant, seed), *where, "resume.checkpoint=never", *settings)
-
-
-def command(variant: str, seed: int) -> list[str]:
-    """Make the arguments for Python, without the places of model and run."""
-    return ["-m", "spmdrl.train", "configs/demo.toml", *SETTINGS, *(VARIANTS | OF_FP8)[variant], f"run.seed={seed}"]
-
-
-def finished(folder: RunFolder) -> bool:
-    """Return True when the run in this folder took its last step."""
-    if not folder.plan.is_file():
-        return False
-    rows = read_rows(folder.metrics)
-    return bool(rows) and rows[-1]["step"] == json.loads(folder.plan.read_text(encoding="utf-8"))["num_steps"]
-
-
-def call(*command: str) -> None:
-    """Run Python from the repository's root; an error ends this program, too."""
-    print("python", *command, file=sys.stderr, flush=True)
-    environment = {**os.environ, **workload.best_environment(threads=1), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
+def settings_of(variant: str, seed: int) -> tuple[str, ...]:
+    """The settings of a run over configs/demo.toml, without the places of model and run."""
+    return (*SETTINGS, *(VARIANTS | OF_FP8)[variant], f"run.seed={seed}")
 
 
 def write_result(path: Path, runs: Path, origin: Json) -> None:
@@ -156,8 +128,7 @@ def curves(variant: str, seed: int, folder: RunFolder) -> Json:
     return {
         "variant": variant,
         "seed": seed,
-        "command": " ".join(["python", *command(variant, seed)]),
-        "versions": json.loads(folder.versions.read_text(encoding="utf-8")),
+        **described(folder, *settings_of(variant, seed)),
         "eval_steps": [row["step"] for row in evaluations],
         "accuracy": [row["eval/accuracy"] for row in evaluations],
         **{name: [rounded(row[metric]) for row in steps] for name, metric in METRICS.items()},
