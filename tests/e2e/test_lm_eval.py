@@ -42,14 +42,14 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{choices[gold]}}"
-process_results: !function digits.digits
+process_results: !function letters.letters
 generation_kwargs: {until: ["q"], max_gen_toks: 8, do_sample: false, temperature: 0}
-metric_list: [{metric: digits, aggregation: mean, higher_is_better: true}]
+metric_list: [{metric: letters, aggregation: mean, higher_is_better: true}]
 """
 # Of a model that knows nothing: a score that still differs between responses.
-DIGITS = """\
-def digits(doc, results):
-    return {"digits": sum(map(str.isdigit, results[0])) / 8}
+LETTERS = """\
+def letters(doc, results):
+    return {"letters": len(set(results[0])) / 8}
 """
 needs_lm_eval = pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-lmeval; `make setup-lmeval` makes it")
 
@@ -65,7 +65,7 @@ def write_tasks(folder: Path) -> None:
     (folder / "items.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in (("chosen.yaml", CHOICE), ("said.yaml", SAID)):
         (folder / name).write_text(text.replace("ITEMS", str(folder / "items.json")))
-    (folder / "digits.py").write_text(DIGITS)
+    (folder / "letters.py").write_text(LETTERS)
 
 
 @contextmanager
@@ -119,7 +119,6 @@ def test_its_scores_through_the_server_are_those_of_its_own_backend(tmp_path: Pa
     for expected, found in ((own_text, served_text), (own_chat, served_chat)):
         assert scores(found) == scores(expected)
         assert found["responses"].get("sums_said") == expected["responses"].get("sums_said")
-    assert scores(own_chat) != scores({"scores": {"sums_said": own_text["scores"]["sums_said"]}})
     for expected, found in zip(chosen(own_text), chosen(served_text), strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
     assert len(chosen(own_text)) == 4 * NUM_ITEMS and 0 < own_text["scores"]["sums_chosen"]["acc,none"] < 1
