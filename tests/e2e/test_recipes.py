@@ -153,5 +153,5 @@ def test_a_recipe_in_miniature_runs_to_its_end(name: str, tmp_path: Path, monkey
     program: Callable[[list[str]], int] = pairs.main if name == "dpo" else train.main
     assert run_ranks(1, without_curves, program, [str(miniature(tmp_path, name))], timeout_s=250.0) == [0]
     found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [0, 1, 2]
+    assert [row["step"] for row in found][-2:] == [1, 2]  # and step 0, where there is something to evaluate
     assert found[-1]["update/grad_norm"] >= 0
