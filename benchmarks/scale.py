@@ -194,6 +194,7 @@ def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
             s.num_turns,
             s.num_images,
             s.teacher,
+            s.algorithm,
             s.num_hinted,
             s.num_replaced,
             s.num_layers,
