@@ -166,6 +166,9 @@ def test_runs_that_may_cross_the_limit_are_refused_by_name(tmp_path: Path) -> No
     assert f"lower them to {LIMIT} together, or give the model one set of frequencies" in sentence
     (sentence,) = problems("phimoe", LIMIT + 1, are_sampled=False)
     assert "transformers leaves out the long factors of phimoe's longrope" in sentence
+    config = AutoConfig.from_pretrained(save_phi3(tmp_path / "judge", limit=LIMIT))
+    (sentence,) = length_problems(config, LIMIT + 1, are_sampled=True, allowed_by="max_question_tokens")
+    assert sentence.startswith(f"max_question_tokens allow sequences of {LIMIT + 1} tokens, and beyond {LIMIT} this")
     assert changes_after(LlamaConfig()) is None
 
 
