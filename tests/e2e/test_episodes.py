@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,7 +25,8 @@ from spmdrl.tools import replay
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.train import main
 from spmdrl.types import Request, Rollout
-from tests.helpers import hints
+from tests.helpers import hints, oracle
+from tests.helpers.agents import script
 from tests.helpers.cuts import Step, cut
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
@@ -215,6 +217,58 @@ def test_killed_while_it_samples_a_summary_a_run_is_bitwise_the_run_that_was_not
     assert_same_weights(killed, whole)
     assert sample_rows(killed) == sample_rows(whole)
     assert steady_rows(killed) == steady_rows(whole)
+
+
+SUB_AGENTS = """
+    plan = chat([user(episode["prompt"])], model="policy/lead")["content"]
+    for number in (1, 2, 3):
+        said = chat([user(f"{number} {plan}")], model=f"policy/solver/{number}")["content"]
+        post("/reward", {"reward": sum(map(str.isdigit, said)) / (1 + len(said)), "role": f"solver/{number}"})
+        post("/reward", {"reward": 0.1 * len(said), "role": "lead"})
+"""
+
+
+@pytest.mark.slow
+def test_sub_agents_have_trajectories_and_rewards_of_their_own(tmp_path: Path) -> None:
+    """The lead is compared with those of its group, and solvers with each other in their episode."""
+    source = {"kind": "agent", "command": script(tmp_path, SUB_AGENTS)}
+    tables: dict[str, Any] = COMPACTING | {
+        "run": {"num_steps": 2},
+        "rollout": {"max_response_tokens": 200, "stop_token_ids": [1, *range(60, 99)]},
+        "advantage": {"estimator": "hierarchical_grpo"},
+        "correction": None,
+        "environment": {"source": source, "max_turns": 4, "max_turn_tokens": 48, "sandbox": {"mode": "off"}},
+        "debug": {"save_rollouts": "all"},
+    }
+    write_small_run(tmp_path, **tables)
+    launch(tmp_path, 2)
+    steps = rows(tmp_path / "runs/run")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        outcomes = [one for part in read_parts(tmp_path / "runs/run/rollouts", row["step"]) for one in part.outcomes]
+        outcomes.sort(key=lambda one: (one[0].prompt.prompt_id, one[0].sample_index))
+        assert len(outcomes) == 8 * 4 and row["episode/trajectories"] == 4 and row["update/grad_norm"] > 0
+        sums = defaultdict[int, list[float]](lambda: [0.0, 0.0])
+        for first in range(0, len(outcomes), 4):
+            group = outcomes[first : first + 4]
+            turns = [turns_of(rollout) for rollout, _ in group]
+            rewards = [outcome.reward for _, outcome in group]
+            found = oracle.by_role(rewards, turns, in_teams=True, divide_by_std=True)
+            for (rollout, _), advantages in zip(group, found, strict=True):
+                for number, (turn, advantage) in enumerate(zip(rollout.turns, advantages, strict=True)):
+                    num_tokens = len(turn.response.token_ids)
+                    sums[number] = [sums[number][0] + num_tokens * advantage, sums[number][1] + num_tokens]
+        for number, (total, count) in sums.items():
+            assert row[f"advantage/turn_{number}_mean"] == pytest.approx(total / count, abs=1e-5)
+
+
+def turns_of(rollout: Rollout) -> list[tuple[str, float]]:
+    """The role of each turn, of which none acts twice, and what it has earned."""
+    assert rollout.greeting is not None
+    read = [rollout.greeting, *(turn.observation for turn in rollout.turns if turn.observation is not None)]
+    roles = [one.role for one in read if one.role is not None]
+    assert roles == ["lead", "solver/1", "solver/2", "solver/3"]
+    return [(role, sum(one.role_rewards.get(role, 0.0) for one in read)) for role in roles]
 
 
 def test_with_equal_bits_the_mismatch_of_every_turn_is_zero(folder: Path) -> None:
