@@ -248,8 +248,9 @@ def _weights(
         num_read = sum(info.num_read_tokens for info in own)
         environment[place] = one.weight * one.environment_coef / max(1, num_read)
         if distill is not None:
+            factor = one.weight if distill.over_vocabulary else 1.0  # else in the advantage, which `loss` weighs
             weights = _distill_weights(own, distill)
-            taught |= {(place, teacher): one.weight * weight for teacher, weight in weights.items()}
+            taught |= {(place, teacher): factor * weight for teacher, weight in weights.items()}
     return loss, {"environment": environment, "distill": None if distill is None else taught}
 
 

@@ -18,18 +18,19 @@ from transformers import AutoConfig
 
 from spmdrl.config import Config, DistillConfig, ModelConfig, OtherModelConfig, SftConfig, TeacherConfig
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.frozen import Follower
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.frozen import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.inputs import open_inputs
-from spmdrl.step.batch import lay_end_to_end
+from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end
 from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.types import NO_TEACHER, Hint, Prompt, UserError
-from tests.helpers.configs import minimal_config
+from tests.helpers.configs import minimal_config, plan_for
 from tests.helpers.models import QWEN3
 from tests.helpers.sequences import random_sequences
 
@@ -86,6 +87,15 @@ def test_every_teacher_has_a_denominator_of_its_own() -> None:
         taught = micro_batch.taught_by(place)
         assert taught.sum() == tokens and set(micro_batch.distill_weights[taught].tolist()) == {weight}
     assert not micro_batch.taught_by(NO_TEACHER).any()
+
+
+def test_an_algorithms_weight_counts_once_whatever_the_divergence() -> None:
+    infos = [SequenceInfo(index=0, num_tokens=5, num_loss_tokens=4, held_by=0, teacher=0, algorithm=1)]
+    weightings = [_Weighting("token_mean", 0.0), _Weighting("token_mean", 0.0, weight=0.5)]
+    for divergence, expected in (("reverse", 0.5 * 0.7 / 4), ("sampled_kl", 0.7)):  # the second is in the advantage
+        distill = DistillConfig(teacher="big", coef=0.7, divergence=divergence)
+        loss, more = _weights(infos, plan_for(1, 1), weightings, distill)
+        assert loss == {0: pytest.approx(0.5 / 4)} and more["distill"][1, 0] == pytest.approx(expected)
 
 
 def test_sampled_tokens_lose_what_the_teacher_finds_less_likely() -> None:
