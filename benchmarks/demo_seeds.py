@@ -67,7 +67,7 @@ def tokens_at(folder: RunFolder, steps: Sequence[int]) -> list[float]:
 
 
 def row_of(folder: RunFolder, staleness: int, seed: int, settings: Sequence[str]) -> Json:
-    """What one run reached, and how stale its tokens were."""
+    """Describe one run: the reward it reached, and how stale its tokens were."""
     steps, accuracy = curve(folder, "eval/accuracy")
     means = {
         name: statistics.fmean(values)
@@ -128,7 +128,7 @@ def compared(runs: Sequence[Json]) -> Json:
 
 
 def recorded() -> list[Json]:
-    """What the first half of each curve of a whole demo predicts, where it has evaluations enough."""
+    """Predict each curve of a whole demo from its first half, where it has evaluations enough."""
     found = []
     for file in sorted(RESULTS.glob("demo*.json")):
         rows = json.loads(file.read_text(encoding="utf-8")).get("evaluations", ())

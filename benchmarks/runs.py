@@ -56,7 +56,7 @@ def curve(folder: RunFolder, name: str) -> tuple[list[int], list[float]]:
 
 
 def described(folder: RunFolder, *settings: str, config: str = DEMO) -> dict[str, Any]:
-    """What a result file says of a run: its command without the places of model and run, and its versions."""
+    """Describe a run for a result file: its command without the places of model and run, and its versions."""
     return {
         "command": " ".join(["python -m spmdrl.train", config, *settings]),
         "versions": json.loads(folder.versions.read_text(encoding="utf-8")),

@@ -52,7 +52,7 @@ class OptimConfig(Section):
     min_lr_fraction: Fraction = 0.0
     """The schedule never goes below this times `lr` after warm-up."""
     expert_bias_rate: Positive | None = None
-    """Of mixtures that choose experts by scores with a bias, such as DeepSeek-V3: after each update, the bias of an
+    """Mixtures that choose experts by scores with a bias, such as DeepSeek-V3: after each update, the bias of an
     expert that had fewer of its loss tokens than the mean of its layer is raised by this, and that of one with more is
     lowered (arXiv:2408.15664). 0.001 is usual. Unset: biases stay as they are."""
     state_on_host: bool = False

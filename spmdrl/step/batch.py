@@ -223,7 +223,7 @@ def _mini_batches(infos: list[SequenceInfo], plan: Plan) -> list[list[SequenceIn
 
 @dataclass(frozen=True, slots=True)
 class _Weighting:
-    """What the tokens of an algorithm's sequences count."""
+    """How the tokens of an algorithm's sequences count in a mini-batch's loss."""
 
     aggregation: str
     environment_coef: float

@@ -356,7 +356,7 @@ def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(tmp_path: Pat
 
 
 def _judged(run: Path) -> dict[str, str]:
-    """What the policy has said of its own responses, by rank."""
+    """Return the policy's judgments of its own responses, by rank."""
     return {path.name: path.read_text() for path in (run / "judged/policy").iterdir()}
 
 

@@ -128,7 +128,7 @@ def test_digests_on_the_device_are_the_hosts() -> None:
 @pytest.mark.claim("Weights reach the engine", "Weights are quantized to e4m3 on a device with the bits of the host.")
 @pytest.mark.parametrize("first", [(0, 0), (70, 130)])
 def test_e4m3_numbers_of_the_device_are_the_hosts(first: tuple[int, int]) -> None:
-    """Of a part that has all blocks to itself, and of one that begins and ends inside of blocks."""
+    """A part has all blocks to itself, or begins and ends inside of blocks."""
     weight = torch.randn(sized(4096, emulated=330), 290, generator=torch.Generator().manual_seed(0)).bfloat16()
     maxima = fp8.block_maxima(weight, first)
     numbers = fp8.quantized(weight, maxima, first)

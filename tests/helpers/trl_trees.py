@@ -36,7 +36,7 @@ def varlen(
 
 
 class Trainer(SimpleNamespace):
-    """What TRL's loss reads of its trainer."""
+    """A stand-in for the trainer, with all that TRL's loss reads of it."""
 
     def __getattr__(self, name: str) -> float:
         return 0.0

@@ -43,7 +43,7 @@ Sent = dict[str, tuple[str, list[int], str]]  # dtype, shape and digest, by name
 
 
 def gathered(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Sent]]:
-    """What is sent from these layouts, by the names of each kind."""
+    """Send a policy from these layouts; return the tensors by the names of each kind."""
     found = []
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         for layout in layouts:

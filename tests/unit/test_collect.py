@@ -165,7 +165,7 @@ class Run:
     def steps_in_flight(
         self, first: int, last: int, *, after_s: float = 0.0, after_tokens: int = 0
     ) -> list[tuple[Samples, dict[str, float]]]:
-        """The same where each step begins with engines one version older, and the newer weights are there after a
+        """Each step begins with engines one version older, and the newer weights are there after a
         while, and for an engine not before it has sampled some tokens."""
         results, meeting = [], threading.Barrier(len(self.engines), timeout=30)
 
