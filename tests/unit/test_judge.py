@@ -170,8 +170,8 @@ def test_what_is_said_of_a_group_is_read(
 
 
 def test_a_group_is_asked_about_once_and_fails_as_one(server: JudgeServer, tmp_path: Path) -> None:
-    """Four groups are judged: one that is scored, one whose judgment fails, one with a response whose gate is closed, and
-    one whose other rewards have failed."""
+    """Four groups are judged: one that is scored, one whose judgment fails, one with a response whose gate is closed,
+    and one whose other rewards have failed."""
     texts = ["a", "b"], ["c", "fails:no_score."], ["right", "wrong"], ["d", "e"]
     tokenizer = byte_tokenizer()
     rollouts = [
