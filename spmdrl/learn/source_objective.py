@@ -45,7 +45,7 @@ class SourcesObjective:
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         found: list[tuple[Objective, Tensor]] = []
-        by_source: dict[str, tuple[Tensor, Tensor]] = {}
+        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
         for place, (part, name, compares) in enumerate(zip(self.parts, self.names, self.compares, strict=True)):
             seen = micro_batch.owned_by(place)
             if not compares:
@@ -53,11 +53,10 @@ class SourcesObjective:
             objective = part(outputs, seen)
             found.append((objective, seen.loss_mask))
             for metric in ("update/entropy_nats", "update/clip_fraction"):
-                by_source[f"{metric}_{name}"] = objective.means[metric], seen.loss_mask
+                elsewhere[f"{metric}_{name}"] = objective.means[metric], seen.loss_mask
             assert objective.per_token is not None
-            by_source[f"loss/mean_{name}"] = objective.per_token, seen.loss_mask
+            elsewhere[f"loss/mean_{name}"] = objective.per_token, seen.loss_mask
         common = set.intersection(*(set(one.means) for one, _ in found))
-        elsewhere = by_source
         for one, own in found:
             some = {name: (values, own) for name, values in one.means.items() if name not in common}
             for name, (values, where) in (one.elsewhere | some).items():
