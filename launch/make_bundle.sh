@@ -26,7 +26,7 @@ imported=(
     pydantic_core==2.50.4 pyzmq setproctitle sniffio starlette truststore typing-inspection uvicorn xgrammar==0.2.7
 )
 ours=(
-    antlr4-python3-runtime==4.13.2 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
+    antlr4-python3-runtime==4.13.2 docstring-parser==0.18.0 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
     pytest-timeout==2.4.0 tomlkit==0.15.2
 )
 
@@ -47,8 +47,26 @@ done
 
 for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; done
 # Three quarters of the size are kernels for other GPUs, fa3, and parts of SGLang that rollouts do not use.
-rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/rust_extensions/*.so "$site/triton_kernels"
+rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/srt/rust_extensions/*.so "$site/triton_kernels"
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
+# The prefix cache in Rust is built for a later torch, and reads tensors of 2.11 wrongly. Without it SGLang takes its own
+# in Python.
+rm "$site"/sglang/srt/mem_cache/rust_tree_core/*.so
+# Every CUDA device imports this kernel of Blackwell, and with it a compiler (nvidia-cutlass-dsl) larger than the rest.
+cat >"$site/sglang/kernels/ops/gemm/cutedsl_dual_gemm.py" <<'END'
+"""Stands for a kernel of Blackwell that this bundle leaves out: no layer can use it."""
+
+from enum import Enum
+
+MAX_DUAL_GEMM_DECODE_TOKENS = 0
+DualGemmQuantMode = Enum(
+    "DualGemmQuantMode", "STATIC_PER_TENSOR STATIC_PER_TOKEN DYNAMIC_PER_TENSOR DYNAMIC_PER_TOKEN UNQUANT"
+)
+
+
+def can_use_dual_gemm(*_arguments: object) -> bool:
+    return False
+END
 cp -r "$here/spmdrl_sglang_cpu/stubs/IPython" "$site"
 find "$site" -name __pycache__ -prune -exec rm -rf {} +
 

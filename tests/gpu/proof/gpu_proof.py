@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.faults.text import Parser, bears_lost_output, say
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="launch/gpu_proof.sh", description=__doc__.splitlines()[0], epilog=stages)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--commit-file", type=Path, help="commit.json of the bundle; for a copy without git")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="steps beside each other; those that measure run alone"
+    )
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps of the stage, by name")
     arguments = parser.parse_args(argv)
     folder = Path(os.environ.get("OUT") or ROOT / _DEFAULT_FOLDER)
     try:
@@ -41,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A process that is ended with its stacks would leave a core file of its memory too.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
+    if arguments.only:
+        stage = replace(stage, steps=tuple(step for step in stage.steps if step.name in arguments.only))
     say(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
-    record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit)
+    record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit, at_once=arguments.at_once)
     say("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
     return 0 if is_as_expected(record) else 1
 

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,8 +42,11 @@ _ENVIRONMENT = {
 Record = dict[str, Any]
 
 
-def run_stage(name: str, stage: Stage, *, root: Path, folder: Path, commit: str) -> Record:
-    """Run a stage in `root`; return the record, which is in `folder`/gpu-proof-NAME.json, with all output beside it."""
+def run_stage(name: str, stage: Stage, *, root: Path, folder: Path, commit: str, at_once: int = 1) -> Record:
+    """Run a stage in `root`; return the record, which is in `folder`/gpu-proof-NAME.json, with all output beside it.
+
+    With `at_once` above 1, that many steps run beside each other, and those that must be alone after them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     planned = (stage.facts, *stage.steps)
@@ -53,27 +58,44 @@ def run_stage(name: str, stage: Stage, *, root: Path, folder: Path, commit: str)
         "machine": {},
         "versions": {},
         "seconds": 0.0,
+        "at_once": at_once,
         "steps": [_not_reached(step) for step in planned],
     }
-    with open(folder / f"gpu-proof-{name}.log", "wb") as log:
-        for step, found in zip(planned, record["steps"], strict=True):
-            left_s = stage.budget_s - (time.monotonic() - began)
-            if left_s < MIN_SHARE * step.limit_s:
-                continue
+    lock = threading.Lock()
+
+    def run(step: Step, found: Record, log: BinaryIO) -> None:
+        left_s = stage.budget_s - (time.monotonic() - began)
+        if left_s < MIN_SHARE * step.limit_s:
+            return
+        with lock:
             found["status"] = RUNNING
             _write(folder, record)
-            found |= run_step(step, limit_s=min(step.limit_s, left_s), root=root, log=log)
+        seen = run_step(step, limit_s=min(step.limit_s, left_s), root=root, log=log, shows_at_end=at_once > 1)
+        with lock:
+            found |= seen
             if step is stage.facts:
-                record |= {key: found["figures"].get(key, {}) for key in ("machine", "versions")}
+                record.update({key: found["figures"].get(key, {}) for key in ("machine", "versions")})
             record["seconds"] = round(time.monotonic() - began, 1)
             _write(folder, record)
+
+    with open(folder / f"gpu-proof-{name}.log", "wb") as log:
+        facts, *others = zip(planned, record["steps"], strict=True)
+        run(facts[0], facts[1], log)
+        beside = [(step, found) for step, found in others if at_once > 1 and not step.alone]
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lambda pair: run(pair[0], pair[1], log), beside))
+        for step, found in others:
+            if at_once == 1 or step.alone:
+                run(step, found, log)
     return record
 
 
-def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO) -> Record:
+def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO, shows_at_end: bool = False) -> Record:
     """Run one step, show its output here and in the log, and say how it ended. No process that it started stays."""
     began = time.monotonic()
-    _show(f"\n== {step.name}: {' '.join(step.command)}   at most {limit_s:.0f} s\n".encode(), log)
+    title = f"\n== {step.name}: {' '.join(step.command)}   at most {limit_s:.0f} s\n".encode()
+    if not shows_at_end:
+        _show(title, log)
     with tempfile.TemporaryDirectory() as scratch:
         output, lines = Path(scratch) / "output", Path(scratch) / "tests"
         with open(output, "wb") as sink, open(output, "rb") as source:
@@ -83,8 +105,10 @@ def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO) -> Record
                 limit_s=limit_s,
                 root=root,
                 sink=sink,
-                meanwhile=lambda: _show(source.read(), log),
+                meanwhile=(lambda: None) if shows_at_end else (lambda: _show(source.read(), log)),
             )
+            if shows_at_end:
+                _show(title + source.read(), log)
         seen, text = tests_seen.read(lines), output.read_text(encoding="utf-8", errors="replace")
     found: Record = {
         "status": KILLED if killed else _status(code, seen),

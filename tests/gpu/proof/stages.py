@@ -22,6 +22,7 @@ class Step:
     limit_s: float
     expected: str
     claim: tuple[str, str] | None = None  # section and sentence of claims.py, that a program shows; tests have marks
+    alone: bool = False  # it measures time, or what the whole device has left: nothing else may run beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +35,17 @@ class Stage:
     steps: tuple[Step, ...]
 
 
-def gpu_tests(name: str, *, limit_s: float, expected: str = ALL_PASS) -> Step:
+def gpu_tests(name: str, *, limit_s: float, expected: str = ALL_PASS, alone: bool = False) -> Step:
     """One file of tests/gpu in a process of its own, so that what a test leaves behind ends with it."""
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.gpu.proof.tests_seen", "--durations=3")
     command = ("python", "-m", "pytest", *options, f"tests/gpu/test_{name}.py")
-    return Step(name=name.replace("_", "-"), command=command, limit_s=limit_s, expected=expected)
+    return Step(name=name.replace("_", "-"), command=command, limit_s=limit_s, expected=expected, alone=alone)
 
 
 def program(name: str, command: str, *, limit_s: float, expected: str, claim: tuple[str, str] | None = None) -> Step:
-    """A program of the project, and what it should print."""
-    return Step(name=name, command=("python", *command.split()), limit_s=limit_s, expected=expected, claim=claim)
+    """A program of the project, and what it should print; one that shows a claim measures, so it runs alone."""
+    words, alone = ("python", *command.split()), claim is not None
+    return Step(name=name, command=words, limit_s=limit_s, expected=expected, claim=claim, alone=alone)
 
 
 FACTS = program("facts", "-m tests.gpu.proof.facts", limit_s=90.0, expected="a device; see the table above")
@@ -55,9 +57,9 @@ STAGES: Mapping[str, Stage] = {
         facts=FACTS,
         steps=(
             program("doctor", "launch/doctor.py", limit_s=60.0, expected="says what is missing"),
-            gpu_tests("refit_processes", limit_s=120.0),
+            gpu_tests("refit_processes", limit_s=120.0, alone=True),
             gpu_tests("one_device", limit_s=150.0),
-            gpu_tests("memory", limit_s=90.0),
+            gpu_tests("memory", limit_s=90.0, alone=True),
             gpu_tests("memory_plan", limit_s=90.0),
             gpu_tests("attention", limit_s=120.0),
             gpu_tests("gated_delta", limit_s=120.0),
@@ -85,7 +87,7 @@ STAGES: Mapping[str, Stage] = {
                     "SGLang starts, and holds the trainer's weights by digest after a refit.",
                 ),
             ),
-            gpu_tests("sglang", limit_s=400.0),
+            gpu_tests("sglang", limit_s=400.0, alone=True),
         ),
     ),
     "3": Stage(
