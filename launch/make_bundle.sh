@@ -51,8 +51,9 @@ rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/srt/rust_ex
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
 # The prefix cache in Rust is built for a later torch, and reads tensors of 2.11 wrongly. Without it SGLang takes its own
 # in Python.
-rm "$site"/sglang/srt/mem_cache/rust_tree_core/*.so
+rm -f "$site"/sglang/srt/mem_cache/rust_tree_core/*.so
 # Every CUDA device imports this kernel of Blackwell, and with it a compiler (nvidia-cutlass-dsl) larger than the rest.
+mkdir -p "$site/sglang/kernels/ops/gemm"
 cat >"$site/sglang/kernels/ops/gemm/cutedsl_dual_gemm.py" <<'END'
 """Stands for a kernel of Blackwell that this bundle leaves out: no layer can use it."""
 

@@ -50,7 +50,8 @@ def block_maxima(part: Tensor, first: tuple[int, int] = (0, 0)) -> Tensor:
 
 def scales_of(maxima: Tensor) -> Tensor:
     """Return the scales of blocks, given the `block_maxima` of their whole matrix."""
-    return maxima.clamp(min=_SMALLEST_MAXIMUM) / _LARGEST
+    # By a tensor: on CUDA, torch divides by a number by multiplying with its inverse, which rounds twice.
+    return maxima.clamp(min=_SMALLEST_MAXIMUM) / torch.full_like(maxima, _LARGEST)
 
 
 def quantized(part: Tensor, maxima: Tensor, first: tuple[int, int] = (0, 0)) -> Tensor:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 # What causal-conv1d's kernel can do with tokens [T, C] and their sequences.
@@ -40,9 +43,18 @@ def _causal_conv1d() -> Callable[..., Tensor] | None:
     return conv
 
 
+@functools.cache
+def _is_refused() -> bool:
+    """Return True where `fla` raises in the backward pass: Triton 3.4 to 3.7.0 computes it wrongly on Hopper, and
+    tilelang, with which `fla` can compute it instead, is not installed."""
+    if torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
+        return False
+    return Version("3.4") <= Version(version("triton")) < Version("3.7.1")
+
+
 def has_rule(device_type: str, dtype: torch.dtype) -> bool:
     """Return True when `gated_delta_rule` can be called there, in that dtype."""
-    return device_type == "cuda" and dtype.itemsize == 2 and _fla() is not None
+    return device_type == "cuda" and dtype.itemsize == 2 and _fla() is not None and not _is_refused()
 
 
 def has_conv(device_type: str, weight: Tensor, activation: str | None) -> bool:

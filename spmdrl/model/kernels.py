@@ -26,6 +26,10 @@ from spmdrl.types import UserError
 Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]
 
 
+# Of FlashAttention 2 and 3.
+_HEAD_STEP, _MAX_HEAD = 8, 256
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
     """The division of T queries, and of as many keys or more, into S packed sequences."""
@@ -58,11 +62,14 @@ def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
             layout.sampled,
             causal_attention(layout, "varlen"),
         )
-    whole = functools.partial(load_varlen(kernel), _offsets(layout))
-    if kernel != "varlen":
-        return whole
-    in_blocks = functools.partial(_sdpa_in_runs, layout)  # torch's kernel cannot cap scores
-    return lambda q, k, v, layer: (whole if layer.softcap is None else in_blocks)(q, k, v, layer)
+    flash, in_runs = functools.partial(load_varlen(kernel), _offsets(layout)), functools.partial(_sdpa_in_runs, layout)
+    return lambda q, k, v, layer: (flash if has_flash(kernel, q.shape[-1], layer) else in_runs)(q, k, v, layer)
+
+
+def has_flash(kernel: Kernel, head_dim: int, layer: AttentionLayer) -> bool:
+    """Return True when a CUDA kernel can compute a layer whose heads have this size; sdpa can compute any."""
+    caps = kernel == "varlen" and layer.softcap is not None  # torch's kernel cannot
+    return head_dim % _HEAD_STEP == 0 and head_dim <= _MAX_HEAD and not caps
 
 
 def refuse_sinks(kernel: Kernel, layer: AttentionLayer) -> None:

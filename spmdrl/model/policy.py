@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,12 +106,12 @@ def _shift(image: ImageSpan, family: VisionFamily) -> int:
     return max(rows, columns) - image.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """The policy's result for each token of a micro-batch; entry t is about token t.
 
     Both are 0 for tokens that are not `predicted`, and for the first token of a sequence: the head computes what is
-    needed, and nothing of prompts or filling.
+    needed, and nothing of prompts or filling. A tuple, because FSDP looks for tensors to wait for in the backward pass
+    in tuples, lists and dicts, and up to torch 2.11 in nothing else.
     """
 
     logprobs: Tensor  # [T] float32, nats
@@ -352,9 +352,9 @@ class Policy(PackedModel):
         if loads is not None and self.context is not None:
             loads = sum_over(self.context, loads)
         if micro_batch.routes is None:
-            return replace(found, expert_loads=loads)
+            return found._replace(expert_loads=loads)
         disagreement = self._per_token(routers.disagreement[predicting.rows], predicting.tokens, micro_batch)
-        return replace(found, expert_loads=loads, router_disagreement=disagreement)
+        return found._replace(expert_loads=loads, router_disagreement=disagreement)
 
     def own_routes(self, micro_batch: MicroBatch) -> Tensor:
         """Return the routes of the last forward pass, which was of this micro-batch: [T, L, k] int16, on the host.

@@ -30,6 +30,7 @@ from spmdrl.model.kernels import (
     SequenceLayout,
     causal_attention,
     cumulative,
+    has_flash,
     offsets_of,
 )
 from spmdrl.model.plain_attention import Scores
@@ -65,7 +66,7 @@ def tree_attention(tree: PrefixTree, kernel: Kernel, device: torch.device) -> Ca
             causal, keys = copied(layer.window)
             return causal(q, k[keys], v[keys], layer)
         make: Callable[[_Level], NormalizerKernel] = functools.partial(_Products, layer=layer)
-        if kernel == "varlen" and layer.softcap is None:
+        if kernel == "varlen" and has_flash(kernel, q.shape[-1], layer):
             make = functools.partial(_flash, layer=layer)
             groups = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))  # as in kernels.py

@@ -63,6 +63,8 @@ def test_plain_products_equal_the_cpu(monkeypatch: pytest.MonkeyPatch, dtype: to
 def test_the_packages_kernels_equal_the_cpu(packages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for package in packages:
         pytest.importorskip(package)
+    if gated_delta_cuda._is_refused():
+        pytest.skip("flash-linear-attention refuses this version of Triton on Hopper")
     assert gated_delta_cuda.has_rule("cuda", torch.bfloat16)
     if "causal_conv1d" in packages:
         assert gated_delta_cuda.has_conv("cuda", torch.zeros(8, 4), "silu")

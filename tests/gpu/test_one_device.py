@@ -27,7 +27,7 @@ from spmdrl.step.logprobs import add_columns
 from spmdrl.types import Request
 from tests.helpers.batches import completed
 from tests.helpers.configs import loss_config, model_config, plan_for
-from tests.helpers.device_memory import shards
+from tests.helpers.device_memory import local, shards
 from tests.helpers.models import save_qwen3
 from tests.helpers.sequences import random_sequences
 from tests.helpers.small_run import rows, sums_from_files, torchrun, write_small_run
@@ -89,7 +89,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=getattr(torch, dtype))
         mini_batches = completed(batch, meshes, policy, reference).mini_batches
         metrics = update(learner, mini_batches, meshes, step=1)
-        weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in policy.model.named_parameters()}
+        weights = {name: local(parameter).detach().cpu() for name, parameter in policy.model.named_parameters()}
         del policy, reference, learner
         return weights, {name: metric.value() for name, metric in metrics.items()}
 

@@ -13,6 +13,11 @@ from spmdrl.learn.learner import Learner
 MIB = 2**20
 
 
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a weight or gradient, which is all of it on one rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def shards(model: nn.Module) -> list[Tensor]:
     """This rank's part of every weight."""
     return [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
