@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,8 @@ TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (3.0, 0.03)}
 def test_packed_logprobs_equal_those_of_transformers_on_the_cpu(
     tmp_path: Path, save: Callable[..., str], dtype: str
 ) -> None:
+    if save in (save_qwen3_next, save_qwen3_5) and find_spec("fla") is not None:
+        pytest.skip("with flash-linear-attention installed, transformers cannot compute this model on a CPU")
     path = save(tmp_path)
     sequences = random_sequences(16)
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
