@@ -53,6 +53,7 @@ def _forward(
     window_size_right: int = -1,
     **others: Any,
 ) -> tuple[Tensor, ...]:
+    assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "as the kernels demand"
     assert q.shape[1] == k.shape[1] and len(q) == cu_queries[-1] and len(k) == len(v) == cu_keys[-1]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for queries, keys in _sequences(cu_queries, cu_keys, max_queries, max_keys):

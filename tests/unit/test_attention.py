@@ -186,6 +186,16 @@ def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: p
     assert calls == [(1, False), (2, True), (1, True), (1, True), (2, True)]
 
 
+@pytest.mark.parametrize("kernel", ["varlen", *FLASH_ATTN])
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_heads_of_sizes_that_flash_attention_lacks_are_computed_by_sdpa(kernel: Kernel, head_dim: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(SEQLENS), heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    layout = SequenceLayout(SEQLENS, CU_SEQLENS)
+    of_sdpa, found = (causal_attention(layout, name)(q, k, v, layer(5)) for name in ("sdpa", kernel))
+    assert torch.equal(found, of_sdpa)
+
+
 @pytest.mark.parametrize("kernel", FLASH_ATTN)
 def test_flash_attn_is_asked_to_be_deterministic_and_refuses_sinks(kernel: Kernel) -> None:
     causal = causal_attention(SequenceLayout(SEQLENS, CU_SEQLENS), kernel)

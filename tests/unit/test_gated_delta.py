@@ -362,7 +362,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         module = ModuleType(name)
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, module)
-    cached = (gated_delta_cuda._fla, gated_delta_cuda._causal_conv1d)
+    cached = (gated_delta_cuda._fla, gated_delta_cuda._causal_conv1d, gated_delta_cuda._is_refused)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     for load in cached:
         load.cache_clear()
     yield calls
@@ -373,6 +374,27 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_packages_are_for_cuda_and_what_they_can_do() -> None:
     assert not gated_delta_cuda.has_rule("cuda", torch.bfloat16), "fla is installed; its stand-in proves nothing"
     assert not gated_delta_cuda.has_conv("cuda", torch.zeros(16, 4), "silu")
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "refuses"),
+    [
+        ((9, 0), "3.6.0", False, True),
+        ((9, 0), "3.6.0", True, False),
+        ((9, 0), "3.7.1", False, False),
+        ((9, 0), "3.3.1", False, False),
+        ((10, 0), "3.6.0", False, False),
+    ],
+)
+def test_the_rule_is_not_asked_of_fla_where_it_refuses_triton(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, tilelang: bool, refuses: bool
+) -> None:
+    gated_delta_cuda._is_refused.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(gated_delta_cuda, "version", {"triton": triton}.__getitem__)
+    monkeypatch.setattr(gated_delta_cuda, "find_spec", lambda name: name if tilelang else None)
+    assert gated_delta_cuda.has_rule("cuda", torch.bfloat16) != refuses
 
 
 @pytest.mark.usefixtures("stand_ins")

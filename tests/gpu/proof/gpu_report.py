@@ -147,6 +147,8 @@ def _where(records: Mapping[str, Record]) -> Iterator[str]:
             )
         )
     yield f"## Where and when\n\n{_table(rows)}"
+    if notes := [f"- {name}: {record['note']}" for name, record in sorted(records.items()) if record.get("note")]:
+        yield "\n".join([*notes, ""])
 
 
 def _figures(records: Mapping[str, Record]) -> Iterator[str]:
