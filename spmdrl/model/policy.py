@@ -110,8 +110,8 @@ class TokenLogprobs(NamedTuple):
     """The policy's result for each token of a micro-batch; entry t is about token t.
 
     Both are 0 for tokens that are not `predicted`, and for the first token of a sequence: the head computes what is
-    needed, and nothing of prompts or filling. A tuple, because FSDP looks for tensors to wait for in the backward pass
-    in tuples, lists and dicts, and up to torch 2.11 in nothing else.
+    needed, and nothing of prompts or filling. A tuple, because FSDP finds the tensors of which it waits for a gradient
+    in tuples, lists and dicts, and up to torch 2.11 nowhere else.
     """
 
     logprobs: Tensor  # [T] float32, nats
