@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_tokens
+from spmdrl.model.policy import TokenLogprobs
 from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, products_added, require_near
 
 LENGTHS = [1, 7, 3, 12]
@@ -238,3 +240,10 @@ def test_on_a_device_gradients_may_be_rounded_in_two_ways_and_not_differ() -> No
         require_near(ours, gradient(logits * inverse, of.targets + 1))
     with pytest.raises(AssertionError, match="apart"):
         require_near(ours, gradient(logits * inverse * (1 + 1e-5), of.targets))
+
+
+def test_fsdp_finds_the_tensors_of_a_policys_result() -> None:
+    """Up to torch 2.11 it waits for the gradients of these alone: a model in which it finds none is never updated."""
+    columns = [torch.zeros(3, requires_grad=True), torch.zeros(3)]
+    found = [leaf for leaf in tree_leaves(TokenLogprobs(*columns)) if leaf is not None]
+    assert len(found) == 2 and all(one is other for one, other in zip(found, columns, strict=True))
