@@ -182,7 +182,7 @@ class Response:
             finish_reason=rest.finish_reason,
             spans=tuple(spans),
             routes=rest.routes if self.routes is None else self.routes.continued(rest.routes),
-            num_cached=self.num_cached,
+            num_cached=self.num_cached if self.token_ids else rest.num_cached,
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def read_and_written(rollouts: list[Rollout]) -> list[list[tuple[tuple[int, ...]
     return [[(turn.context_ids, turn.response.token_ids) for turn in rollout.turns] for rollout in rollouts]
 
 
+def read_again(rollouts: list[Rollout]) -> Iterator[int]:
+    """Yield how many tokens of an episode's turns so far were not in the cache at each later turn."""
+    for rollout in rollouts:
+        (trajectory,) = rollout.trajectories
+        for start, turn in list(zip(trajectory.starts, trajectory.turns, strict=False))[1:]:
+            yield start - turn.response.num_cached
+
+
 def resources() -> dict[str, float]:
     """What a refit could leave behind, of this process and the engine's."""
     me = psutil.Process()
@@ -164,6 +173,7 @@ def all_of_it(path: str, agent: list[str], tp_size: int, num_refits: int) -> dic
         world = fake_world(answered, EnvironmentConfig(source=SOURCE))
         rollouts = episodes(rank, world)
         found["turns"] = [len(rollout.turns) for rollout in rollouts]
+        found["read again"] = list(read_again(rollouts))
         found["differences"].append(worst_difference(rank, *asked_and_answered(rollouts)))
 
         cfg = agent_config(agent)
@@ -229,6 +239,11 @@ def test_log_probabilities_are_the_trainers_before_and_after_refits(leaders: lis
 def test_episodes_have_turns_whose_log_probabilities_are_the_trainers(leaders: list[dict[str, Any]]) -> None:
     for leader in leaders:
         assert max(leader["turns"]) == 4 and sum(leader["turns"]) > 24  # the differences above are those of all turns
+
+
+def test_a_later_turn_reads_only_what_is_new(leaders: list[dict[str, Any]]) -> None:
+    for leader in leaders:
+        assert max(leader["read again"]) <= 1, "of what was there before, at most the last sampled token"
 
 
 def test_an_agents_episodes_are_those_in_process_token_for_token(leaders: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from spmdrl.algo.metrics import scalars
+from spmdrl.algo.metrics import Mean, scalars
 from spmdrl.algo.seeds import mix, rollout_seed, turn_seed
 from spmdrl.config.environment import (
     ClassEnvironment,
@@ -31,8 +31,8 @@ from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.step.batch import to_sequences
 from spmdrl.step.rewards import state_of, turn_spans
-from spmdrl.step.samples import episode_metrics
-from spmdrl.types import Prompt, Request, Response, RewardedRollout, RewardOutcome, Rollout, Span
+from spmdrl.step.samples import cached_fraction, episode_metrics
+from spmdrl.types import FinishReason, Prompt, Request, Response, RewardedRollout, RewardOutcome, Rollout, Span
 from tests.helpers.environments import FakeEncoder, FakeEnvironments, Step, fake_world
 from tests.helpers.episodes import reloaded
 from tests.helpers.fake_engine import FakeEngine
@@ -140,6 +140,29 @@ def test_an_episode_without_an_environment_is_one_response() -> None:
         (turn,) = rollout.turns
         assert (turn.context_ids, turn.action, turn.observation) == (rollout.prompt.token_ids, None, None)
         assert rollout.end == turn.response.finish_reason == "stop"
+
+
+def test_a_turn_says_how_much_of_what_is_before_it_an_engine_had_read() -> None:
+    class Reader(FakeEngine):
+        def _response(self, row: Any, reason: FinishReason) -> Response:
+            return replace(super()._response(row, reason), num_cached=len(row.request.prompt_ids) - 1)
+
+    engine = Reader(max_running=4, length=lambda seed: 1 + seed % 20, reason="stop")
+    rollouts, ends = rollouts_of(engine, world_of()).values(), list[int]()
+    for rollout in rollouts:
+        (trajectory,) = rollout.trajectories
+        before = [
+            start + len(turn.context_ids) for start, turn in zip(trajectory.starts, trajectory.turns, strict=False)
+        ]
+        assert [turn.response.num_cached for turn in trajectory.turns] == [end - 1 for end in before]
+        ends += before
+    assert cached_fraction(rollouts) == Mean(float(sum(ends) - len(ends)), float(sum(ends)))
+    first, rest = (
+        Response(token_ids=(5,), logprobs=(0.0,), finish_reason="abort", spans=(), num_cached=3),
+        Response(token_ids=(6,), logprobs=(0.0,), finish_reason="stop", spans=(), num_cached=7),
+    )
+    assert first.continued(rest).num_cached == 3, "what was before the response was read for its first part"
+    assert replace(first, token_ids=(), logprobs=(), num_cached=0).continued(rest).num_cached == 7
 
 
 def test_a_state_says_who_acts_next() -> None:
