@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.families import vision_family
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, load_varlen
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, has_flash, load_varlen
 from spmdrl.types import UserError
 
 # Attention that is causal except in blocks, such as images, whose tokens see each other.
@@ -73,16 +73,15 @@ def seeing_blocks(
         ]
 
     @functools.cache
-    def whole(window: int | None, device: torch.device) -> _Attend:
-        if kernel == "sdpa":
-            return functools.partial(_one_by_one, views(window))
-        return _Together(views(window), device)
+    def whole(window: int | None, device: torch.device, by_flash: bool) -> _Attend:
+        return _Together(views(window), device) if by_flash else functools.partial(_one_by_one, views(window))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         assert layer.is_plain, "no model that sees images has attention sinks or caps scores"
         if layer.window is None and only_in_windows:
             return causal(q, k, v, layer)
-        again = whole(layer.window, q.device)(q, k, v, layer)
+        by_flash = kernel == "varlen" and has_flash(kernel, q.shape[-1], layer)
+        again = whole(layer.window, q.device, by_flash)(q, k, v, layer)
         return causal(q, k, v, layer).index_copy(0, rows_on(q.device), again)
 
     return attend

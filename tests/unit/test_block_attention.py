@@ -21,10 +21,10 @@ BLOCKS = [Block(4, 8), Block(8, 10), Block(20, 29), Block(33, 36)]
 SCALE = 0.3
 
 
-def inputs() -> list[Tensor]:
+def inputs(head_dim: int = 8) -> list[Tensor]:
     torch.manual_seed(0)
     total = sum(SEQLENS)
-    return [torch.randn(1, heads, total, 8, dtype=torch.float32, requires_grad=True) for heads in (4, 2, 2)]
+    return [torch.randn(1, heads, total, head_dim, dtype=torch.float32, requires_grad=True) for heads in (4, 2, 2)]
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -44,12 +44,13 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-def test_blocks_are_seen_whole(kernel: Kernel, window: int | None) -> None:
+@pytest.mark.parametrize(("kernel", "head_dim"), [("sdpa", 8), ("varlen", 8), ("varlen", 12)])
+def test_blocks_are_seen_whole(kernel: Kernel, head_dim: int, window: int | None) -> None:
+    """Heads of 12 are not FlashAttention's."""
     assert flash_on_cpu
     layer = AttentionLayer(index=0, scale=SCALE, window=window)
     attend = packed_attention(CU_SEQLENS, SEQLENS, kernel, blocks=BLOCKS)
-    mine, others = inputs(), inputs()
+    mine, others = inputs(head_dim), inputs(head_dim)
     found, expected = attend(*mine, layer), written_out(*others, window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     weights = torch.randn_like(expected)
