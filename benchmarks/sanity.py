@@ -5,9 +5,10 @@ nearly all of them right.
 
 A tiny model has been fine-tuned on sums with answers of which half are right, and answers each of them many times.
 Those that it solves 20 to 80 % of the time are what each algorithm of docs/algorithms.md trains on, again and again.
-It passes when more than 95 % of its responses were right in its last five steps, at temperature 1. Algorithms that only
-episodes have (`gigpo`, `grpo_by_role`, `hierarchical_grpo`) are not among them. Losses of their own take two updates a
-step, so that ratios leave 1.
+It passes when more than 95 % of its responses were right in its last five steps, at temperature 1. `pass_at_k` is
+judged by the best of k responses: a group in which any k of them have a right one teaches it nothing. Algorithms
+that only episodes have (`gigpo`, `grpo_by_role`, `hierarchical_grpo`) are not among them. Losses of their own take two
+updates a step, so that ratios leave 1.
 Prints a line for each algorithm, and one JSON object: `questions`, `before`, `rows`.
 """
 
@@ -26,7 +27,9 @@ import workload
 from results import ROOT, provenance, write_result
 from runs import DEMO, curve, described, train, warm_start
 
+from spmdrl.algo.evaluation import pass_at_k
 from spmdrl.config import Config, read_config
+from spmdrl.report.files import read_rows
 from spmdrl.report.run_folder import RunFolder
 from spmdrl.step.evaluate import ScoredPrompt, scored_prompts
 from spmdrl.tools.evaluate import answers
@@ -40,6 +43,7 @@ SETTINGS = (  # over configs/demo.toml
     "optim.schedule=constant",
 )
 WINDOW = 5  # steps
+BEST_OF = 4
 WRONG = 16  # answers to each sum in the data of the fine-tuning, beside as many right ones
 TRAINING = ("reward/all_groups_mean", "reward/part_exact")  # the first is there where equal groups are dropped
 LOSSES = ("gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
@@ -64,7 +68,12 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {  # settings
     ),
     "opo": ("advantage.estimator=opo",),
     "remax": ("advantage.estimator=remax",),
-    "pass_at_k": ("advantage.estimator=pass_at_k",),
+    "pass_at_k": (
+        "advantage.estimator=pass_at_k",
+        f"advantage.k={BEST_OF}",
+        "report.samples_per_step=16",
+        "report.whole_groups=true",
+    ),
     **{kind: (f"loss.kind={kind}", "loss.updates_per_step=2") for kind in LOSSES},
     "grpo_k3": ("loss.kl_coef=0.001",),
 }
@@ -100,7 +109,8 @@ def main() -> int:
     for name in args.algorithms:
         settings = (*SETTINGS, *ALGORITHMS[name], f"eval.num_prompts={content['others']}", *args.settings)
         folder = train(args.runs / name, *asked, *settings)
-        content["rows"].append({"algorithm": name, **reached(folder), **described(folder, *settings)})
+        found = reached(folder, BEST_OF if name == "pass_at_k" else 1)
+        content["rows"].append({"algorithm": name, **found, **described(folder, *settings)})
         shown = {key: value for key, value in content["rows"][-1].items() if key not in ("training", "versions")}
         print(shown, file=sys.stderr, flush=True)
     if args.result is not None:
@@ -151,17 +161,36 @@ def write_questions(
     write_result(before, found | {"before": statistics.fmean(solved)})
 
 
-def reached(folder: RunFolder) -> Json:
-    """How often a run's responses were right: in each step, over its last ones, and from which step this passes."""
+def reached(folder: RunFolder, best_of: int) -> Json:
+    """How often a run's responses were right: in each step, over its last ones, and from which step it passes; and the
+    same of the best of so many responses, by which it is judged where that is more than one."""
     steps, training = next(found for name in TRAINING if (found := curve(folder, name))[0])
-    lately = [statistics.fmean(training[max(0, place - WINDOW + 1) : place + 1]) for place in range(len(training))]
+    best = best_in_groups(folder, best_of) if best_of > 1 else training
+    lately = means_of_last(best)
     return {
         "passes": lately[-1] > GOAL,
-        "accuracy": lately[-1],
+        "accuracy": means_of_last(training)[-1],
         "passes_from": next((step for step, mean in zip(steps, lately, strict=True) if mean > GOAL), None),
         "training": [round(value, 4) for value in training],
         "of_others": curve(folder, "eval/accuracy")[1],
+        **({"best_of": best_of, "best": lately[-1]} if best_of > 1 else {}),
     }
+
+
+def means_of_last(values: Sequence[float]) -> list[float]:
+    """The mean of each value and of those before it within the window."""
+    return [statistics.fmean(values[max(0, place - WINDOW + 1) : place + 1]) for place in range(len(values))]
+
+
+def best_in_groups(folder: RunFolder, best_of: int) -> list[float]:
+    """How often one of so many responses of a group is right, in the mean over each step's groups."""
+    groups: dict[int, dict[int, list[bool]]] = {}
+    for row in read_rows(folder.samples):
+        groups.setdefault(row["step"], {}).setdefault(row["prompt_id"], []).append(row["reward"] >= 1.0)
+    return [
+        statistics.fmean(pass_at_k(sum(right), len(right), best_of) for right in groups[step].values())
+        for step in sorted(groups)
+    ]
 
 
 if __name__ == "__main__":

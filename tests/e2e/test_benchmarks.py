@@ -73,8 +73,8 @@ PROGRAMS = {
         keys="result picture runs accuracy",
     ),
     "sanity.py": Program(
-        options="--algorithms grpo gdpo --model {folder}/model --runs {folder}/sanity --sums 3 --samples 2 --band 0 1 "
-        "--questions 2 run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2",
+        options="--algorithms grpo gdpo pass_at_k --model {folder}/model --runs {folder}/sanity --sums 3 --samples 2 "
+        "--band 0 1 --questions 2 run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2",
         keys="before commit date machine questions rows solved",
     ),
     "demo_seeds.py": Program(
