@@ -135,20 +135,31 @@ def peak_over_prediction(
         else:
             outputs = next_token_divergence(hidden, weight, None, targets, **options, **taught)
         sum(output.sum() for output in outputs).backward()
-    decoder = Decoder(
-        hidden=hidden_size,
-        vocabulary=vocabulary,
-        has_head_norms=False,
-        **dict.fromkeys(LAYER_WIDTHS, 1),
-    )
-    predicted = logits_bytes(
-        decoder,
+    sizes = {"hidden_size": hidden_size, "vocabulary": vocabulary, "tokens": tokens, "chunk": chunk}
+    predicted = predicted_bytes(device_type, dtype, on_gpu=on_gpu, has_teacher=kind is not None, **sizes)
+    return watch.peak_bytes / (predicted + weight.nbytes)
+
+
+def predicted_bytes(
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    hidden_size: int,
+    vocabulary: int,
+    tokens: int,
+    chunk: int,
+    on_gpu: bool,
+    has_teacher: bool,
+) -> int:
+    """What the planner says of the head's memory at its peak, without the gradient of its weight."""
+    widths = dict.fromkeys(LAYER_WIDTHS, 1)
+    return logits_bytes(
+        Decoder(hidden=hidden_size, vocabulary=vocabulary, has_head_norms=False, **widths),
         num_tokens=tokens,
         chunk_tokens=chunk,
         tile_elements=spmdrl.model.logprobs.TILE_ELEMENTS[device_type],
         tile_columns=spmdrl.model.logprobs.TILE_COLUMNS[device_type],
         compute_bytes=dtype.itemsize,
         on_gpu=on_gpu,
-        has_teacher=kind is not None,
+        has_teacher=has_teacher,
     )
-    return watch.peak_bytes / (predicted + weight.nbytes)

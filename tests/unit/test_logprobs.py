@@ -8,12 +8,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import spmdrl.model.logprobs
+from spmdrl.config import ModelConfig
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
 from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_tokens
 from spmdrl.model.policy import TokenLogprobs
-from tests.helpers.logits_tiles import PEAK_TILE_ELEMENTS, case, peak_over_prediction, products_added, require_near
+from tests.helpers.logits_tiles import (
+    PEAK_TILE_ELEMENTS,
+    case,
+    peak_over_prediction,
+    predicted_bytes,
+    products_added,
+    require_near,
+)
 
 LENGTHS = [1, 7, 3, 12]
 TOKENS, HIDDEN, VOCABULARY = sum(LENGTHS), 6, 11
@@ -215,6 +223,17 @@ def test_a_teacher_needs_no_more_memory_than_is_predicted(kind: Divergence, monk
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", PEAK_TILE_ELEMENTS)
     for dtype in (torch.float32, torch.bfloat16):
         assert 0.5 < peak_over_prediction(logits_tile, dtype, 8, on_gpu=False, kind=kind) < 1.1
+
+
+def test_a_divergence_over_a_large_vocabulary_takes_no_more_than_40_mib() -> None:
+    """At the sizes of Qwen3-0.6B, of which the hidden states' gradient has 16; a whole [T, V] would have 2,374."""
+    sizes = {
+        "hidden_size": 1024,
+        "vocabulary": 151_936,
+        "tokens": 4096,
+        "chunk": ModelConfig(path=".").logits_chunk_tokens,
+    }
+    assert predicted_bytes("cpu", torch.float32, on_gpu=False, has_teacher=True, **sizes) <= 40 * 2**20
 
 
 def test_tiles_on_cuda_begin_cache_lines_and_are_not_wide() -> None:
