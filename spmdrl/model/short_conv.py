@@ -1,6 +1,7 @@
 """Causal depthwise convolutions over packed sequences, each of which continues from its own inputs.
 
-Recurrent layers have one in front of their rule. In LFM2 it is all that mixes tokens: the whole layer is here.
+Recurrent layers have one in front of their rule, and their forward pass is here. In LFM2 the convolution is all that
+mixes tokens: the whole layer is here.
 """
 
 from __future__ import annotations
@@ -85,49 +86,137 @@ def convolve(
     return out if activation is None else ACT2FN[activation](out), left
 
 
-class _Weights(NamedTuple):
-    """The parameters of C channels."""
+class Weights(NamedTuple):
+    """The parameters of C channels and H heads between a layer's projections."""
 
     conv: Tensor  # [C, W]
     bias: Tensor | None  # [C]
+    of_heads: Sequence[Tensor] = ()  # [H] each
 
 
-class _ShortConv(nn.Module):
-    """LFM2's layer: what a token projects to is multiplied, convolved, and multiplied again."""
+class Projected(NamedTuple):
+    """What a layer makes of T tokens before it mixes them."""
+
+    channels: Tensor  # [T, C], to be convolved
+    gate: Tensor  # [T, ...], for what comes out
+    of_heads: Sequence[Tensor] = ()  # [T, H] each
+
+
+class Mixer(nn.Module):
+    """The forward pass of all recurrent layers: a convolution of channels, then a rule with a state for each head.
+
+    Heads have nothing to do with each other. Ranks that share the tokens of sequences therefore exchange them for
+    heads, so that no state is passed from rank to rank.
+    """
 
     layer_idx: int
-    conv: nn.Conv1d
-    in_proj: nn.Module
+    activation: str | None
     out_proj: nn.Module
     context: DeviceMesh | None  # ranks that share the tokens; None is this rank alone
 
     def forward(
-        self, hidden_states: Tensor, *, seqlens: list[int] | NodeLevels, states: LayerStates | None = None
+        self,
+        hidden_states: Tensor,
+        *,
+        seqlens: list[int] | NodeLevels | None = None,
+        states: LayerStates | None = None,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
-        """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left."""
-        b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        weights, mesh = _Weights(self.conv.weight.squeeze(1), self.conv.bias), self.context
-        if mesh is None:
-            mixed = mix_sequences(self._mix, [b * x], weights, seqlens, states)
+        """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left.
+
+        Under context parallelism hidden_states is this rank's chunk of the tokens that `seqlens` describes.
+        """
+        assert seqlens is not None, "a recurrent layer needs `seqlens` to know where sequences begin"
+        assert cache_params is None and attention_mask is None, "packed sequences have no cache and no padding"
+        projected, weights = self._project(hidden_states[0]), self._weights()
+        if self.context is None:
+            out = mix_sequences(self._mix, (projected.channels, *projected.of_heads), weights, seqlens, states)
         else:
             assert states is None, "engines sample whole sequences"
-            rank, (own,) = mesh.get_local_rank(), tokens_for_heads([b * x], mesh)
-            own_bias = None if weights.bias is None else weights.bias.chunk(mesh.size())[rank]
-            own_weights = _Weights(weights.conv.chunk(mesh.size())[rank], own_bias)
-            mixed = heads_for_tokens(mix_sequences(self._mix, [own], own_weights, seqlens), mesh)
-        projected: Tensor = self.out_proj((c * mixed)[None])
-        return projected
+            out = self._mix_own_heads(projected, weights, seqlens, self.context)
+        result: Tensor = self.out_proj(self._gated(out, projected.gate).to(hidden_states.dtype)[None])
+        return result
+
+    def _mix_own_heads(
+        self, projected: Projected, weights: Weights, seqlens: list[int] | NodeLevels, mesh: DeviceMesh
+    ) -> Tensor:
+        """Exchange tokens for heads, mix all tokens in this rank's heads, and exchange back."""
+        rank, num_ranks = mesh.get_local_rank(), mesh.size()
+
+        def own(x: Tensor) -> Tensor:
+            return torch.cat([part.chunk(num_ranks)[rank] for part in self._parts(x, 0, num_ranks)])
+
+        own_weights = Weights(
+            own(weights.conv),
+            None if weights.bias is None else own(weights.bias),
+            [x.chunk(num_ranks)[rank] for x in weights.of_heads],
+        )
+        parts = self._parts(projected.channels, 1, num_ranks)
+        received = tokens_for_heads([*parts, *projected.of_heads], mesh)
+        per_token = [torch.cat(received[: len(parts)], dim=-1), *received[len(parts) :]]
+        return heads_for_tokens(mix_sequences(self._mix, per_token, own_weights, seqlens), mesh)
 
     def _mix(
-        self, per_token: Sequence[Tensor], weights: _Weights, seqlens: list[int], states: LayerStates | None
+        self, per_token: Sequence[Tensor], weights: Weights, seqlens: list[int], states: LayerStates | None
     ) -> Tensor:
-        (x,) = per_token
-        before = None if states is None else states.take(self.layer_idx)
-        out, left = convolve(x, *weights, None, seqlens, states, None if before is None else before[0])
+        """Convolve channels [T, C] and apply the rule, with values of heads [T, H] behind them."""
+        channels, *of_heads = per_token
+        before, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
+        mixed, left = convolve(channels, weights.conv, weights.bias, self.activation, seqlens, states, before)
+        out, state = self._rule(mixed, of_heads, weights, seqlens, state)
         if states is not None:
             assert left is not None
-            states.keep(self.layer_idx, left, left.new_zeros(len(left), 0, dtype=torch.float32))
+            states.keep(self.layer_idx, left, state)
         return out
+
+    def _project(self, hidden: Tensor) -> Projected:
+        """Map hidden [T, D]."""
+        raise NotImplementedError
+
+    def _weights(self) -> Weights:
+        raise NotImplementedError
+
+    def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
+        """Split channels into parts, in each of which the channels of heads follow each other."""
+        raise NotImplementedError
+
+    def _rule(
+        self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what heads make of their channels [T, H P], and the states [S, H, ...] float32 after each sequence."""
+        raise NotImplementedError
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Apply the gate, and a norm where there is one, to what heads give: [T, H P]."""
+        raise NotImplementedError
+
+
+class _ShortConv(Mixer):
+    """LFM2's layer: what a token projects to is multiplied, convolved, and multiplied again."""
+
+    activation = None
+    conv: nn.Conv1d
+    in_proj: nn.Module
+
+    def _project(self, hidden: Tensor) -> Projected:
+        b, c, x = self.in_proj(hidden).chunk(3, dim=-1)
+        return Projected(b * x, gate=c)
+
+    def _weights(self) -> Weights:
+        return Weights(self.conv.weight.squeeze(1), self.conv.bias)
+
+    def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
+        return [x]
+
+    def _rule(
+        self, mixed: Tensor, of_heads: Any, weights: Any, seqlens: list[int], state: Any
+    ) -> tuple[Tensor, Tensor]:
+        return mixed, mixed.new_zeros(len(seqlens), 0, dtype=torch.float32)  # its inputs are all the state
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        return gate * out
 
 
 class _Block(nn.Module):
@@ -160,5 +249,5 @@ class _Block(nn.Module):
 
 
 _FAMILIES = [family.classes for family in FAMILIES.values() if family.has_short_convs]
-MIXERS: dict[str, type[nn.Module]] = {f"{classes}ShortConv": _ShortConv for classes in _FAMILIES}
+MIXERS: dict[str, type[Mixer]] = {f"{classes}ShortConv": _ShortConv for classes in _FAMILIES}
 BLOCKS: dict[str, type[nn.Module]] = {f"{classes}DecoderLayer": _Block for classes in _FAMILIES}
