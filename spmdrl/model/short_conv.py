@@ -95,7 +95,7 @@ class Weights(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a layer makes of T tokens before it mixes them."""
+    """A layer's projections of T tokens, from which it mixes."""
 
     channels: Tensor  # [T, C], to be convolved
     gate: Tensor  # [T, ...], for what comes out
