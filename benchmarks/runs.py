@@ -79,6 +79,7 @@ def _run(program: Callable[[Sequence[str]], int], folder: Path, arguments: Seque
 def _begin(program: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
     """Run a program in a process of its own, which prints nothing where this one prints its result."""
     os.dup2(2, 1)
+    sys.stdout = sys.stderr  # the one before cannot be configured where it is a file and standard error is a pipe
     os.chdir(ROOT)
     print(program.__module__, *arguments, file=sys.stderr, flush=True)
     sys.exit(program(arguments))
