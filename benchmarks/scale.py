@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -38,7 +38,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import LossConfig, ModelConfig, OptimConfig, PackConfig, ParallelConfig
 from spmdrl.dist.collectives import merge_over
-from spmdrl.dist.exchange import SequenceInfo
+from spmdrl.dist.exchange import SequenceInfo, info_rows
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World
 from spmdrl.learn.learner import Learner
@@ -138,16 +138,10 @@ def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
         )
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
         pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
-        everyones = [
-            *(
-                SequenceInfo(index=s.index, num_tokens=len(s.token_ids), num_loss_tokens=sum(s.loss_mask), held_by=0)
-                for s in mine
-            ),
-            *sizes_of_others(num_ranks),
-        ]
+        everyones = [*(SequenceInfo.of(sequence, held_by=0) for sequence in mine), *sizes_of_others(num_ranks)]
         plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
         began = time.perf_counter()
-        with meter.phase("batch", brought=rows_of(everyones)):
+        with meter.phase("batch", brought=info_rows(everyones)):
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
         plan_s = time.perf_counter() - began
         with meter.phase("prepare"):
@@ -181,31 +175,6 @@ def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
             num_loss_tokens=response,
             held_by=index // ROLLOUTS_PER_RANK,
         )
-
-
-def rows_of(sizes: Iterable[SequenceInfo]) -> Tensor:
-    """Sizes as ranks tell them each other, rank by rank: see `gather_infos`."""
-    rows = [
-        (
-            *s.place,
-            s.num_tokens,
-            s.num_loss_tokens,
-            s.num_read_tokens,
-            s.num_turns,
-            s.num_images,
-            s.teacher,
-            s.algorithm,
-            s.num_hinted,
-            s.num_replaced,
-            s.num_layers,
-            s.num_chosen,
-            s.reward,
-            s.baseline_reward,
-            s.earned,
-        )
-        for s in sizes
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 class Meter(TorchDispatchMode):

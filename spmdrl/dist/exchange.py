@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import chain, takewhile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,30 @@ class SequenceInfo:
     # Of its first blocks of tokens, as far as another sequence of its rank begins with them: `algo/prefix_tree.py`.
     block_hashes: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, sequence: Sequence, *, held_by: int) -> SequenceInfo:
+        """Describe a sequence of a rank."""
+        num_layers, num_chosen = (0, 0) if sequence.routes is None else sequence.routes.shape[1:]
+        return cls(
+            index=sequence.index,
+            part=sequence.part,
+            num_tokens=len(sequence.token_ids),
+            num_loss_tokens=sum(sequence.loss_mask),
+            num_read_tokens=sum(end - start for start, end in sequence.observation_spans),
+            num_turns=len(sequence.turns),
+            num_images=len(sequence.images),
+            held_by=held_by,
+            reward=sequence.reward,
+            baseline_reward=sequence.baseline_reward,
+            earned=sequence.earned,
+            teacher=sequence.teacher,
+            algorithm=sequence.algorithm,
+            num_hinted=len(sequence.hint.token_ids),
+            num_replaced=sequence.hint.num_replaced,
+            num_layers=num_layers,
+            num_chosen=num_chosen,
+        )
+
     @property
     def place(self) -> Place:
         """The place of its rollout, and its own among the rollout's."""
@@ -64,31 +89,31 @@ _TURN_WIDTH = 7  # number, start, end, state, role, team, and the bits of the re
 _IMAGE_WIDTH = 7  # the halves of the digest, first token and number of tokens, and the grid
 
 
+# What ranks send each other of it: the rest follows from the sender, or is compared later.
+_COLUMNS = {
+    column.name: int if column.type == "int" else float
+    for column in fields(SequenceInfo)
+    if column.name not in ("held_by", "block_hashes")
+}
+
+
 def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
     """Return the sizes of all ranks' sequences in their global order, on every rank."""
-    mine = [
-        (
-            *s.place,
-            len(s.token_ids),
-            sum(s.loss_mask),
-            sum(end - start for start, end in s.observation_spans),
-            len(s.turns),
-            len(s.images),
-            s.teacher,
-            s.algorithm,
-            len(s.hint.token_ids),
-            s.hint.num_replaced,
-            *((0, 0) if s.routes is None else s.routes.shape[1:]),
-            s.reward,
-            s.baseline_reward,
-            s.earned,
-        )
-        for s in sequences
-    ]
-    # In float64 rewards arrive as they were sent, and counts are exact.
-    everyone = gather_rows(mesh, torch.tensor(mine, dtype=torch.float64).view(-1, 16))
-    infos = [_info(row, rank) for rank, part in enumerate(everyone) for row in part.tolist()]
+    mine = info_rows(SequenceInfo.of(sequence, held_by=mesh.get_local_rank()) for sequence in sequences)
+    everyone = [part.tolist() for part in gather_rows(mesh, mine)]
+    infos = [_info(row, rank) for rank, rows in enumerate(everyone) for row in rows]
     return sorted(infos, key=lambda info: info.place)
+
+
+def info_rows(infos: Iterable[SequenceInfo]) -> Tensor:
+    """Return what a rank sends of its sequences. In float64 rewards arrive as they were sent, and counts are exact."""
+    rows = [[getattr(info, name) for name in _COLUMNS] for info in infos]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, len(_COLUMNS))
+
+
+def _info(row: list[float], rank: int) -> SequenceInfo:
+    columns: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_COLUMNS.items(), row, strict=True)}
+    return SequenceInfo(held_by=rank, **columns)
 
 
 def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
@@ -98,31 +123,6 @@ def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh
     shared = {place: tuple(takewhile(lambda block: counts[block] > 1, blocks)) for place, blocks in mine.items()}
     found = {place: blocks for part in gather_objects(mesh, shared) for place, blocks in part.items()}
     return [replace(info, block_hashes=found[info.place]) for info in infos]
-
-
-def _info(row: list[float], rank: int) -> SequenceInfo:
-    index, part, num_tokens, num_loss_tokens, num_read_tokens, num_turns, num_images, *others = map(int, row[:13])
-    teacher, algorithm, num_hinted, num_replaced, num_layers, num_chosen = others
-    reward, baseline_reward, earned = row[13:]
-    return SequenceInfo(
-        index=index,
-        part=part,
-        num_tokens=num_tokens,
-        num_loss_tokens=num_loss_tokens,
-        num_read_tokens=num_read_tokens,
-        num_turns=num_turns,
-        num_images=num_images,
-        held_by=rank,
-        reward=reward,
-        baseline_reward=baseline_reward,
-        earned=earned,
-        teacher=teacher,
-        algorithm=algorithm,
-        num_hinted=num_hinted,
-        num_replaced=num_replaced,
-        num_layers=num_layers,
-        num_chosen=num_chosen,
-    )
 
 
 def exchange(
