@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -39,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from results import provenance, write_result
+from results import print_result, provenance
 from torch.distributed import HashStore
 
 from spmdrl.algo.seeds import mix, rollout_seed
@@ -421,9 +420,7 @@ def main() -> int:
             numbers = {name: value for name, value in row.items() if isinstance(value, float)}
             print(row["gpus"], row["schedule"], row["max_staleness"], numbers, file=sys.stderr)
     content = {**before, "simulated": True, "groups_per_8_gpus": args.groups, "rows": rows}
-    if args.result is not None:
-        write_result(args.result, content)
-    print(json.dumps(content))
+    print_result(content, args.result)
     return 0
 
 

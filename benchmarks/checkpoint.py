@@ -19,13 +19,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import workload
+from program import seconds
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -161,12 +161,6 @@ def work() -> None:
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
     return [one / other for one, other in zip(ours, theirs, strict=True)]
-
-
-def seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 import transformers
 from load_memory import MIB, ResidentMemory
+from program import run_again
 
 from spmdrl.config import DataConfig, FileData
 from spmdrl.data.stream import make_training_stream
@@ -98,10 +98,8 @@ def count_rows(kind: str, path: str) -> int:
 
 def opened(kind: str, path: Path) -> Mapping[str, Any]:
     """Measure in a new process."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--opens", kind, str(path)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    found: Mapping[str, Any] = run_again("--opens", kind, str(path))
+    return found
 
 
 def measure(kind: str, path: str) -> Mapping[str, Any]:

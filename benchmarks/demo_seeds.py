@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import RESULTS, ROOT, provenance, write_result
+from results import RESULTS, ROOT, print_result, provenance
 from runs import curve, described, train, warm_start
 
 from spmdrl.report.forecast import forecast, forecast_run
@@ -169,9 +169,7 @@ def main() -> int:
         print(limit, seed, content["runs"][-1]["accuracy"], file=sys.stderr, flush=True)
     content["held"] = sum(one["holds"] for one in content["forecasts"])
     content |= {"recorded": recorded(), **compared(content["runs"])}
-    if args.result is not None:
-        write_result(args.result, content)
-    print(json.dumps(content))
+    print_result(content, args.result)
     return 0
 
 

@@ -20,7 +20,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 import workload
 from logprob_memory import MIB, peak_bytes, start_peak
+from program import run_again
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3NextConfig
@@ -163,7 +163,7 @@ def measure(args: argparse.Namespace, case: str) -> dict[str, Any]:
             start = time.perf_counter()
             one_pass(layer, hidden, lengths)
             durations[way].append(time.perf_counter() - start)
-    peaks = {way: in_own_process(way, case) for way in layers}
+    peaks = {way: run_again("--peak", way, case) for way in layers}
     medians = {way: statistics.median(values) for way, values in durations.items()}
     print(f"{case}: {medians} s, {peaks} MiB", file=sys.stderr, flush=True)
     return {
@@ -185,13 +185,6 @@ def memory_of_pass(layer: Layer, hidden_size: int, lengths: list[int]) -> float:
     before = start_peak(device)
     one_pass(layer, hidden, lengths)
     return (peak_bytes(device) - before) / MIB
-
-
-def in_own_process(way: str, case: str) -> float:
-    """`memory_of_pass`, with this program's own arguments."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--peak", way, case]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ tiny --transport shared_memory` tries the program where there is no device, and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import workload
 from refit import EVERY_OTHER, Call, PerTensor, SGLangCalls, seconds
-from results import RESULTS, provenance, write_result
+from results import RESULTS, print_result, provenance
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -96,9 +95,7 @@ def main() -> None:
         "settings": {"bucket_mib": args.bucket_mib, "transport": args.transport, "repeats": args.repeats},
         "rows": rows,
     }
-    if args.device == "cuda":
-        write_result(RESULTS / "gpu-refit.json", result)
-    print(json.dumps(result))
+    print_result(result, RESULTS / "gpu-refit.json" if args.device == "cuda" else None)
 
 
 def measure(policy: Any, engine: Any, call: Call, meshes: Meshes, args: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -32,7 +31,7 @@ from typing import Any, TypeVar
 
 import torch
 import workload
-from results import RESULTS, provenance, write_result
+from results import RESULTS, print_result, provenance
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -108,9 +107,7 @@ def main() -> None:
         "settings": {"sequence_tokens": args.sequence_tokens, "repeats": args.repeats},
         "rows": rows,
     }
-    if args.device == "cuda":
-        write_result(RESULTS / "gpu-step.json", result)
-    print(json.dumps(result))
+    print_result(result, RESULTS / "gpu-step.json" if args.device == "cuda" else None)
     if any("failed" in row and row["failed"] not in (OUT_OF_MEMORY, NO_TIME) for row in rows):
         sys.exit("some cases failed for another reason than memory or time")
 

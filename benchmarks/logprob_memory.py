@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from typing import Any
 import psutil
 import torch
 import workload
+from program import run_again
 from torch import Tensor
 
 from spmdrl.config import ModelConfig
@@ -222,9 +222,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def in_own_process(head: str, num_tokens: int) -> dict[str, float]:
     """`memory_of_pass`, with this program's own arguments."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--case", head, str(num_tokens)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, float] = run_again("--case", head, str(num_tokens))
     print(f"{head} {num_tokens}: {found['peak_mib']:.0f} MiB, {found['pass_s']:.2f} s", file=sys.stderr, flush=True)
     return found
 

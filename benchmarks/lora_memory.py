@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import get_args
 import torch
 import workload
 from load_memory import write_checkpoint
+from program import run_again
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -83,9 +82,8 @@ def main() -> None:
 
 
 def _in_a_process(way: str, folder: str, options: Sequence[str]) -> dict[str, dict[str, int]]:
-    command = [sys.executable, __file__, "--trains", way, "--model", folder, *options]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, int]] = run_again("--trains", way, "--model", folder, *options)
+    return found
 
 
 def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import workload
 from logprob_memory import MIB, peak_bytes, start_peak
+from program import run_again
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from spmdrl.model.layers import replace_layers
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace, policy: Policy, case: str, sequences: list
             start = time.perf_counter()
             one_pass(policy, sequences, way)
             durations[way].append(time.perf_counter() - start)
-    peaks = {way: in_own_process(way, case) for way in WAYS}
+    peaks = {way: run_again("--peak", way, case) for way in WAYS}
     tree = lay_end_to_end(sequences, {}, shares_prefixes=True)
     medians = {way: statistics.median(values) for way, values in durations.items()}
     print(f"{case}: {medians} s, {peaks} MiB", file=sys.stderr, flush=True)
@@ -153,13 +153,6 @@ def memory_of(one: Callable[[], float], *, warm: list[Sequence], policy: Policy)
     before = start_peak(device)
     one()
     return (peak_bytes(device) - before) / MIB
-
-
-def in_own_process(way: str, case: str) -> float:
-    """`memory_of`, with this program's own arguments."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--peak", way, case]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from results import ROOT, Json
 
@@ -41,6 +42,22 @@ def run(command: Sequence[str]) -> Json:
     others_s = busy_cpu_s() - busy_before - (children_cpu_s() - ours_before)
     print(f"  {duration_s:.0f} s", file=sys.stderr, flush=True)
     return {**output, "cores_used_by_others": round(max(others_s, 0.0) / duration_s, 3)}
+
+
+def run_again(*options: str) -> Any:
+    """Run the program that calls this once more, in a process of its own, with these options after its own arguments.
+
+    Returns the JSON that it prints last.
+    """
+    done = subprocess.run([sys.executable, *sys.argv, *options], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The wall time of a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def busy_cpu_s() -> float:

@@ -20,13 +20,13 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import workload
+from program import seconds
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -337,13 +337,6 @@ class SGLangCalls:
 def plan_of(refit: Refit) -> tuple[Any, ...]:
     """Its buckets."""
     return refit._gatherer.buckets
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long it takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 class Copy:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdrl.tools import commit
+import commit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = commit.ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 Json = Mapping[str, Any]
@@ -33,6 +33,13 @@ def write_result(path: Path, content: Json, *, indent: int | None = 1) -> None:
     unfinished = path.with_suffix(".json.new")
     unfinished.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def print_result(content: Json, path: Path | None) -> None:
+    """Print a result as JSON, and write it to a file where one is given."""
+    if path is not None:
+        write_result(path, content)
+    print(json.dumps(content))
 
 
 def commit_id() -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import workload
-from results import ROOT, provenance, write_result
+from results import ROOT, print_result, provenance, write_result
 from runs import DEMO, curve, described, train, warm_start
 
 from spmdrl.algo.evaluation import pass_at_k
@@ -118,9 +118,7 @@ def main() -> int:
         content["rows"].append({"algorithm": name, **found, **described(folder, *settings)})
         shown = {key: value for key, value in content["rows"][-1].items() if key not in ("training", "versions")}
         print(shown, file=sys.stderr, flush=True)
-    if args.result is not None:
-        write_result(args.result, content)
-    print(json.dumps(content))
+    print_result(content, args.result)
     return 0
 
 

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from program import run_again
 from results import provenance
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,7 @@ def main() -> None:
     if len(cases) == 1:
         rows = [count(*cases[0], args.hidden_size)]
     else:
-        rows = [in_own_process(layout, ranks, args.hidden_size) for layout, ranks in cases]
+        rows = [in_own_process(layout, ranks) for layout, ranks in cases]
     found = {
         "benchmark": "scale",
         "about": "collectives and bytes of a step, counted on rank 0",
@@ -92,12 +92,10 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def in_own_process(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
+def in_own_process(layout: str, num_ranks: int) -> dict[str, Any]:
     """`count`, in a process that has no process group yet."""
     print(f"{layout}, {num_ranks} ranks", file=sys.stderr)
-    options = ["--layouts", layout, "--ranks", str(num_ranks), "--hidden-size", str(hidden_size)]
-    done = subprocess.run([sys.executable, __file__, *options], check=True, capture_output=True, text=True)
-    [row] = json.loads(done.stdout)["rows"]
+    [row] = run_again("--layouts", layout, "--ranks", str(num_ranks))["rows"]
     return row
 
 
@@ -138,7 +136,7 @@ def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
         )
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)
         pack = PackConfig(max_tokens_per_micro_batch=BUDGET)
-        everyones = [*(SequenceInfo.of(sequence, held_by=0) for sequence in mine), *sizes_of_others(num_ranks)]
+        everyones = [*(SequenceInfo.of(sequence, rank=0) for sequence in mine), *sizes_of_others(num_ranks)]
         plan = dataclasses.replace(plan_of(mine, pack, meshes, num_updates=1), rollouts_per_step=len(everyones))
         began = time.perf_counter()
         with meter.phase("batch", brought=info_rows(everyones)):

@@ -9,7 +9,6 @@ torch and transformers and does nothing, in turns with the runs. Without --out n
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from results import ROOT, provenance, write_result
+from results import ROOT, print_result, provenance
 
 SETTINGS = ("run.num_steps=1", "optim.warmup_steps=0", "rollout.prompts_per_step=8", "eval.num_prompts=8")
 IMPORTS = {"floor_s": "import torch, transformers", "import_s": "import spmdrl.train"}
@@ -59,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found[name].append(seconds([sys.executable, "-c", statement]))
     medians = {f"median_{name}": statistics.median(values) for name, values in found.items()}
     result = {**about, "load_average": os.getloadavg()[0], **found, **medians}
-    print(json.dumps(result))
-    if arguments.out:
-        write_result(arguments.out, result)
+    print_result(result, arguments.out)
 
 
 if __name__ == "__main__":

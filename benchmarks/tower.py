@@ -17,12 +17,12 @@ import math
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import workload
+from program import seconds
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -146,13 +146,6 @@ def pixels_of(store: ImageStore, image: ImageSpan) -> Tensor:
     pixels = store.get(image.digest)
     assert pixels is not None
     return pixels
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """The wall time of a call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

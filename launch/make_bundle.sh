@@ -75,5 +75,5 @@ rm -f "$out"/site.tar.xz.*
 tar cJ -C "$site" . | split --bytes=64M --numeric-suffixes - "$out/site.tar.xz."
 (cd "$out" && sha256sum site.tar.xz.* >SHA256SUMS)
 # A copy of the checkout may come without git; launch/gpu_proof.sh reads here which commit it is.
-(cd "$here" && "$python" -m spmdrl.tools.commit) >"$out/commit.json"
+(cd "$here" && "$python" -m benchmarks.commit) >"$out/commit.json"
 ls -lh "$out"

@@ -16,7 +16,7 @@ from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.shapes import published_config
-from spmdrl.tools.fit import phases_table, summary
+from spmdrl.tools.fit import largest_parts, summary
 
 _ROOT = Path(__file__).parents[2]
 EXAMPLE = _ROOT / "configs" / "qwen3-4b-math-1node.toml"
@@ -40,6 +40,16 @@ def predicted(configuration: Path) -> Prediction | None:
 def with_memory(configuration: str, prediction: Prediction) -> str:
     """Return the text of a configuration file with this prediction in its memory line."""
     return _MEMORY.sub(f"# memory    {summary(prediction)}", configuration)
+
+
+def phases_table(prediction: Prediction) -> str:
+    """Format a row of Markdown for each phase."""
+    lines = ["| phase | GPU, GiB | of it | host, GiB | of it |", "|---|---|---|---|---|"]
+    for phase in prediction.phases:
+        on_device, on_host = largest_parts(phase.on_device, most=3), largest_parts(phase.host, most=2)
+        sizes = f"{phase.device_bytes / GIB:.1f} | {on_device} | {phase.host_bytes / GIB:.1f} | {on_host}"
+        lines.append(f"| {phase.name} | {sizes} |")
+    return "\n".join(lines)
 
 
 def memory_page(page: str) -> str:

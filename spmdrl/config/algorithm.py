@@ -22,6 +22,10 @@ from spmdrl.config.base import (
     with_defaults,
 )
 
+# Settings that only some estimators, or only some losses, have.
+OF_ESTIMATORS = {"params"} | {name for one in ESTIMATORS.values() for name in one.settings}
+OF_LOSSES = {"params"} | {name for one in POLICY_LOSSES.values() for name in (*one.settings, *one.choice)}
+
 
 def _known(name: str, names: Iterable[str]) -> str:
     """Return a name that is built in or names code of the user's. Raises ValueError for others."""
@@ -98,9 +102,8 @@ class AdvantageConfig(Section):
 
 @rule(AdvantageConfig)
 def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str]:
-    known = {"params"} | {name for estimator in ESTIMATORS.values() for name in estimator.settings}
     used = ["params"] if advantage.is_custom else advantage.formula.settings
-    yield from unused_settings(advantage, sorted(known - set(used)), f'estimator = "{advantage.estimator}"')
+    yield from unused_settings(advantage, sorted(OF_ESTIMATORS - set(used)), f'estimator = "{advantage.estimator}"')
 
 
 class LossConfig(Section):
@@ -193,9 +196,8 @@ class LossConfig(Section):
 
 @rule(LossConfig)
 def settings_belong_to_the_loss(loss: LossConfig) -> Iterator[str]:
-    known = {"params"} | {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
     used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.choice]
-    yield from unused_settings(loss, sorted(known - set(used)), f'kind = "{loss.kind}"')
+    yield from unused_settings(loss, sorted(OF_LOSSES - set(used)), f'kind = "{loss.kind}"')
 
 
 _NO_DRIFT = "the policy has not moved before a step's only update"

@@ -96,12 +96,8 @@ def _merged_adapters(cfg: Config) -> Iterator[str]:
 
 
 def _stale_weights(cfg: Config) -> Iterator[str]:
-    may_be_stale = cfg.rollout.partial or cfg.rollout.placement == "disaggregated"
-    if may_be_stale and cfg.rollout.max_staleness > 0:
-        yield (
-            f"rollout.max_staleness = {cfg.rollout.max_staleness} trains on tokens that other weights sampled, which 0 "
-            "does not"
-        )
+    if cfg.staleness > 0:
+        yield f"rollout.max_staleness = {cfg.staleness} trains on tokens that other weights sampled, which 0 does not"
 
 
 def _fewer_bits(cfg: Config) -> Iterator[str]:

@@ -11,8 +11,7 @@ from spmdrl.config.whole import Config
 @rule(Config)
 def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
     rollout = cfg.rollout
-    runs_ahead = rollout.placement == "disaggregated"
-    if cfg.correction.old == "rollout" and ((rollout.partial or runs_ahead) and rollout.max_staleness > 0):
+    if cfg.correction.old == "rollout" and cfg.staleness > 0:
         why = "rollout.partial = true" if rollout.partial else f"rollout.max_staleness = {rollout.max_staleness}"
         yield (
             f'correction.old = "rollout" needs tokens that the weights before the update sampled, but with {why} '
@@ -22,11 +21,9 @@ def engine_logprobs_need_fresh_tokens(cfg: Config) -> Iterator[str]:
 
 @rule(Config)
 def older_tokens_need_a_correction(cfg: Config) -> Iterator[str]:
-    rollout = cfg.rollout
-    can_be_stale = rollout.partial or rollout.placement == "disaggregated"
-    if can_be_stale and rollout.max_staleness > 1 and _corrects_nothing(cfg):
+    if cfg.staleness > 1 and _corrects_nothing(cfg):
         yield (
-            f"rollout.max_staleness = {rollout.max_staleness} trains on tokens that weights so many steps older "
+            f"rollout.max_staleness = {cfg.staleness} trains on tokens that weights so many steps older "
             f"sampled, and nothing corrects for it; {_CORRECTIONS}; or lower max_staleness to 1"
         )
 

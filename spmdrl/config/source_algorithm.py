@@ -8,9 +8,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.losses import POLICY_LOSSES
-from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig
+from spmdrl.config.algorithm import OF_ESTIMATORS, OF_LOSSES, AdvantageConfig, CorrectionConfig, LossConfig
 from spmdrl.config.base import MissingSetting, Positive, Section, SectionT, fields_only
 from spmdrl.config.errors import field_mistakes
 
@@ -51,11 +49,9 @@ class Algorithm:
 
 
 # The settings that only some values of another have.
-_OF_ESTIMATORS = {"params"} | {name for one in ESTIMATORS.values() for name in one.settings}
-_OF_LOSSES = {"params"} | {name for one in POLICY_LOSSES.values() for name in (*one.settings, *one.choice)}
 _BELONG_TO: dict[tuple[type[Section], str], set[str]] = {
-    (AdvantageConfig, "estimator"): _OF_ESTIMATORS,
-    (LossConfig, "kind"): _OF_LOSSES,
+    (AdvantageConfig, "estimator"): OF_ESTIMATORS,
+    (LossConfig, "kind"): OF_LOSSES,
     (CorrectionConfig, "kind"): {"level", "mode", "low", "high", "batch_normalize"},
     (CorrectionConfig, "reject"): {"reject_low", "reject_high"},
 }

@@ -187,34 +187,6 @@ class TurnEncoder:
         conversation = [self._plain.marked(message, mark) for message in messages]
         return self._encoded(unescaped(self._text(with_ids(conversation)), [mark]), conversation, mark)
 
-    @property
-    def shows_tools(self) -> bool:
-        """False when there are tools, and prompts do not name them: some templates know none."""
-        if not (self._tools and self._has_template):
-            return not self._tools
-        shown = self._text([_QUESTION])
-        return all(tool["function"]["name"] in shown for tool in self._tools)
-
-    def drops_thinking(self, role: str) -> bool:
-        """Return True when the template leaves the thinking of an answer out once a message of this role follows it.
-
-        What was sampled stays where it is all the same, as long as nothing is rendered again.
-        """
-        if not self._has_template:
-            return False
-        message = {"role": role, "content": "next"}
-        tagged = {"role": "assistant", "content": "<think>\npondered\n</think>\n\nforty-two"}
-        apart = {"role": "assistant", "content": "" if role == "tool" else "forty-two"}
-        apart |= dict.fromkeys(("thinking", "reasoning_content"), "pondered")
-        try:
-            later = [self._text(_conversation([_QUESTION], said, message)) for said in (tagged, apart)]
-            last = self._text(with_ids([_QUESTION, _calling(apart, [message])]), generation_prompt=False)
-        except UserError:  # `problems` says so
-            return False
-        dropped = ["pondered" not in text for text in later]
-        # Llama's leaves out all that is said beside a call, and many know thinking by its tags only.
-        return (dropped[0] and "forty-two" in later[0]) or (dropped[1] and "pondered" in last)
-
     def problems(self, roles: Collection[str], *, history: Literal["append", "template"] = "append") -> Iterator[str]:
         """Yield a sentence for each reason why messages of these roles cannot follow a response.
 

@@ -45,7 +45,7 @@ class SequenceInfo:
     block_hashes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, *, held_by: int) -> SequenceInfo:
+    def of(cls, sequence: Sequence, *, rank: int) -> SequenceInfo:
         """Describe a sequence of a rank."""
         num_layers, num_chosen = (0, 0) if sequence.routes is None else sequence.routes.shape[1:]
         return cls(
@@ -56,7 +56,7 @@ class SequenceInfo:
             num_read_tokens=sum(end - start for start, end in sequence.observation_spans),
             num_turns=len(sequence.turns),
             num_images=len(sequence.images),
-            held_by=held_by,
+            held_by=rank,
             reward=sequence.reward,
             baseline_reward=sequence.baseline_reward,
             earned=sequence.earned,
@@ -99,7 +99,7 @@ _COLUMNS = {
 
 def gather_infos(sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
     """Return the sizes of all ranks' sequences in their global order, on every rank."""
-    mine = info_rows(SequenceInfo.of(sequence, held_by=mesh.get_local_rank()) for sequence in sequences)
+    mine = info_rows(SequenceInfo.of(sequence, rank=mesh.get_local_rank()) for sequence in sequences)
     everyone = [part.tolist() for part in gather_rows(mesh, mine)]
     infos = [_info(row, rank) for rank, rows in enumerate(everyone) for row in rows]
     return sorted(infos, key=lambda info: info.place)

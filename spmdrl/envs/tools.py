@@ -149,13 +149,8 @@ class TrlEpisode:
         self._inner = await run(self._factory)
         self._toolbox = _methods(self._inner)
         self._reward = 0.0
-        columns: dict[str, Any] = {
-            "prompt": start.prompt,
-            "answer": start.answer,
-            "task": start.task,
-            "seed": start.seed,
-        }
-        columns |= start.metadata
+        data = {"prompt": start.prompt, "answer": start.answer, "task": start.task, "seed": start.seed}
+        columns = {**data, **start.metadata}
         content = await run(user_code.call, function=self._inner.reset, columns=columns, settings={})
         if content is None:
             return Observation()

@@ -27,36 +27,32 @@ LAST_BYTES = 16384  # the part of a log in which `last_lines` looks
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[str]": list, "Kind": str}
 
 
+class PathIn:
+    """A file or a folder, by its name in the folder that is the `path` of an object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Path:
+        path: Path = owner.path / self._name
+        return path
+
+
 @dataclass(frozen=True, slots=True)
 class FaultFiles:
     """The paths of one run's fault files."""
 
-    folder: Path
-
-    @property
-    def error(self) -> Path:
-        """The cause of a failure, a `verdict.ErrorReport`."""
-        return self.folder / "error.json"
-
-    @property
-    def requeue(self) -> Path:
-        """The request to start the run again, a `verdict.Requeue`."""
-        return self.folder / "requeue"
-
-    @property
-    def stop(self) -> Path:
-        """The file that stops the run; its content is shown as the reason."""
-        return self.folder / "stop"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of checkpoints; see `saved`."""
-        return self.folder / "checkpoints"
-
-    @property
-    def statuses(self) -> Path:
-        """The directory of status files, a `rank_status.RankStatus` each."""
-        return self.folder / "ranks"
+    path: Path
+    error = PathIn("error.json")
+    """The cause of a failure, a `verdict.ErrorReport`."""
+    requeue = PathIn("requeue")
+    """The request to start the run again, a `verdict.Requeue`."""
+    stop = PathIn("stop")
+    """The file that stops the run; its content is shown as the reason."""
+    checkpoints = PathIn("checkpoints")
+    """The directory of checkpoints; see `saved`."""
+    statuses = PathIn("ranks")
+    """The directory of status files, a `rank_status.RankStatus` each."""
 
     def status_of(self, rank: int) -> Path:
         """The status file of one rank."""
@@ -64,11 +60,11 @@ class FaultFiles:
 
     def log_of(self, rank: int) -> Path:
         """The log of one rank."""
-        return self.folder / "logs" / f"rank-{rank}.log"
+        return self.path / "logs" / f"rank-{rank}.log"
 
     def flight_record_of(self, rank: int) -> Path:
         """Torch's record of one rank's last collectives; written after a hang."""
-        return self.folder / "logs" / f"rank-{rank}.flight.json"
+        return self.path / "logs" / f"rank-{rank}.flight.json"
 
     def clear(self) -> None:
         """Remove the verdict and the status files of an earlier launch."""

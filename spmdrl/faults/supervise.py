@@ -292,7 +292,7 @@ class Patience:
 
 def ask_to_stop(files: FaultFiles, number: signal.Signals) -> None:
     """Make the run stop at its next edge between two phases."""
-    files.folder.mkdir(parents=True, exist_ok=True)
+    files.path.mkdir(parents=True, exist_ok=True)
     files.stop.write_text(name_of(number), encoding="utf-8")
     if number == signal.SIGINT:
         say("stopping after this phase, with a checkpoint; Ctrl-C again ends it at once", sys.stderr)
@@ -319,9 +319,9 @@ def conclude(files: FaultFiles, code: int, received: Sequence[signal.Signals] = 
         return requeue.text(), EXIT_REQUEUE if requeue.again else 0, requeue.reason
     statuses = read_statuses(files)
     left = [status for status in statuses if not status.ended]
-    if code and left and (why := _unwritable(files.folder)):
+    if code and left and (why := _unwritable(files.path)):
         text = (
-            f"the ranks ended, and nothing can be written to {files.folder}: {why}; make room, and the same command "
+            f"the ranks ended, and nothing can be written to {files.path}: {why}; make room, and the same command "
             f"goes on after step {saved}"
         )
         return text, EXIT_USER_ERROR, ""

@@ -59,7 +59,15 @@ def with_models_here(cfg: SectionT) -> SectionT:
 
     Raises UserError about those not found.
     """
-    cfg, problems = _with_models(cfg)
+    return _require_found(*_with_models(cfg))
+
+
+def with_files_here(cfg: SectionT) -> SectionT:
+    """Return the settings as `located` does. Raises UserError about what is not found."""
+    return _require_found(*located(cfg))
+
+
+def _require_found(cfg: SectionT, problems: list[str]) -> SectionT:
     if problems:
         raise UserError("\n".join(problems))
     return cfg

@@ -43,11 +43,9 @@ class Line:
     def final(self, name: str) -> Final | None:
         """A scalar at the end of its runs; None where none of them has it."""
         ends = [end for history in self.histories if (end := _end(history, name)) is not None]
-        return (
-            Final(statistics.fmean(ends), statistics.stdev(ends) if len(ends) > 1 else None, len(ends))
-            if ends
-            else None
-        )
+        if not ends:
+            return None
+        return Final(statistics.fmean(ends), statistics.stdev(ends) if len(ends) > 1 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,6 @@ class Final:
 
     mean: float
     deviation: float | None  # the sample's standard deviation; None for one run
-    num_runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +103,10 @@ def _differences(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, tuple[str, 
 
 def _labels(groups: Sequence[Sequence[RecordedRun]], differences: dict[str, tuple[str, ...]]) -> list[str]:
     """Name each line by the setting in which all lines differ, where it is one; else by its runs."""
-    for name, values in differences.items() if len(differences) == 1 else ():
-        if len(set(values)) < len(values):
-            break
-        return [f"{name} = {value}" for value in values]
+    if len(differences) == 1:
+        ((name, values),) = differences.items()
+        if len(set(values)) == len(values):
+            return [f"{name} = {value}" for value in values]
     names = [", ".join(run.name for run in group) for group in groups]
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, start=1)]
 

@@ -7,7 +7,6 @@ or an environment writes can.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,8 +14,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.conversation import Message, Observation
+from spmdrl.report.files import finite
 from spmdrl.report.pages import assembled
-from spmdrl.types import Prompt, Response, RewardOutcome, Rollout, Trajectory, Turn
+from spmdrl.types import Response, RewardOutcome, Rollout, Trajectory, Turn
 
 # Tokens as text to be shown: one piece of the text for each token, and who wrote it.
 
@@ -149,7 +149,7 @@ def episodes_page(
             {
                 "prompt_id": prompt.prompt_id,
                 "task": prompt.task,
-                "prompt": _question(prompt),
+                "prompt": prompt.question or prompt.text,  # in short: the last message, where there are messages
                 "answer": prompt.answer,
                 "rollouts": [],
             },
@@ -162,12 +162,7 @@ def episodes_page(
         "groups": list(groups.values()),
         "strings": vocabulary.strings,
     }
-    return assembled("episodes", title=f"{run}, step {step}", data=_finite(data))
-
-
-def _question(prompt: Prompt) -> str:
-    """The prompt in short: its last message, or all of it where there are none."""
-    return prompt.question or prompt.text
+    return assembled("episodes", title=f"{run}, step {step}", data=finite(data))
 
 
 def _rollout(episode: ShownEpisode, vocabulary: _Vocabulary) -> dict[str, Any]:
@@ -264,21 +259,7 @@ def _texts(messages: Iterable[Message]) -> list[str]:
 def _response(response: Response, mismatch: Sequence[float], vocabulary: _Vocabulary) -> dict[str, Any]:
     return {
         **vocabulary.tokens(response.token_ids, vocabulary.texts.pieces(response.token_ids)),
-        "logprobs": [_number(logprob, _DIGITS) for logprob in response.logprobs],
-        "mismatch": [_number(nats, _DIGITS + 3) for nats in mismatch],
+        "logprobs": [round(logprob, _DIGITS) for logprob in response.logprobs],
+        "mismatch": [round(nats, _DIGITS + 3) for nats in mismatch],
         "spans": [[span.version, span.num_tokens] for span in response.spans],
     }
-
-
-def _number(value: float, digits: int) -> float | None:
-    """The number as JSON can hold it."""
-    return round(value, digits) if math.isfinite(value) else None
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for numbers that JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -155,21 +155,21 @@ def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
 
 
 def _line(row: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, default=default)
+    text = json.dumps(finite(row), ensure_ascii=False, allow_nan=False, default=default)
     # Text from outside can hold what UTF-8 cannot encode, and what a terminal obeys; escaped, it is the same text.
     if not text.isprintable():
         text = "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
     return text.encode() + b"\n"
 
 
-def _plain(value: Any) -> Any:
-    """Replace every number that is not finite by None."""
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: with None for every number that is not finite."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
+            return {key: finite(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [finite(inner) for inner in value]
         case _:
             return value

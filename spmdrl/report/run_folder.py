@@ -21,6 +21,7 @@ from pydantic import BaseModel
 import spmdrl
 from spmdrl.config import read_table
 from spmdrl.config.strict import read_json, shown
+from spmdrl.faults.files import PathIn
 from spmdrl.faults.supervise import saved_steps
 from spmdrl.faults.text import in_ranges, one_line
 from spmdrl.report.files import Row, missing_steps, read_rows, read_scalars
@@ -28,16 +29,7 @@ from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
 _ROWS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "worst_tokens.jsonl", "memory.jsonl", "schedule.jsonl")
-_FILES = (
-    *_ROWS,
-    "plan.json",
-    "versions.json",
-    "machine.json",
-    "error.json",
-    "config.toml",
-    "curves.png",
-    "requeue",
-)
+_FILES = (*_ROWS, "plan.json", "versions.json", "machine.json", "error.json", "config.toml", "curves.png", "requeue")
 _NUMBERED = ("launches/*.json", "ranks/rank-*.json", "logs/rank-*.log")
 _FOLDERS = ("checkpoints", "tensorboard", "rollouts", "ranks", "logs", "hf", "adapter", "launches", "sinks", "judged")
 
@@ -47,6 +39,41 @@ class RunFolder:
     """The paths of a run. Only `create` and `write_launch` write to disk."""
 
     path: Path
+    config = PathIn("config.toml")
+    """The resolved configuration: file, overrides and defaults."""
+    plan = PathIn("plan.json")
+    """Every count that follows from the configuration."""
+    versions = PathIn("versions.json")
+    """The software and the devices of the latest launch."""
+    machine = PathIn("machine.json")
+    """The processor, and the kernels that were chosen for it; a resumed run keeps them."""
+    metrics = PathIn("metrics.jsonl")
+    """One JSON object per step."""
+    samples = PathIn("samples.jsonl")
+    """A few rollouts of every step, one JSON object each."""
+    eval_samples = PathIn("eval_samples.jsonl")
+    """Answers to held-out prompts in each evaluation, one JSON object each; optional."""
+    worst_tokens = PathIn("worst_tokens.jsonl")
+    """The tokens of every step about which engine and trainer disagree most, one JSON object each."""
+    memory = PathIn("memory.jsonl")
+    """The memory of every rank at each switch between trainer and engine, one JSON object each; optional."""
+    schedule = PathIn("schedule.jsonl")
+    """The prompt groups that each engine opened and left in every step, one JSON object each; where steps may train
+    on tokens of older weights."""
+    tensorboard = PathIn("tensorboard")
+    """TensorBoard's event files."""
+    checkpoints = PathIn("checkpoints")
+    """One directory per saved step."""
+    rollouts = PathIn("rollouts")
+    """One directory per step whose rollouts were saved; optional."""
+    judged = PathIn("judged")
+    """The answers of judges, in a file of each rank; optional."""
+    hf = PathIn("hf")
+    """The final model as a Hugging Face directory."""
+    adapter = PathIn("adapter")
+    """The final adapters as a PEFT directory."""
+    curves = PathIn("curves.png")
+    """The run as one picture."""
 
     @classmethod
     def of(cls, dir: str | Path, name: str, resume: str) -> RunFolder:
@@ -74,26 +101,6 @@ class RunFolder:
             ) from error
         return self
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration: file, overrides and defaults."""
-        return self.path / "config.toml"
-
-    @property
-    def plan(self) -> Path:
-        """Every count that follows from the configuration."""
-        return self.path / "plan.json"
-
-    @property
-    def versions(self) -> Path:
-        """The software and the devices of the latest launch."""
-        return self.path / "versions.json"
-
-    @property
-    def machine(self) -> Path:
-        """The processor, and the kernels that were chosen for it; a resumed run keeps them."""
-        return self.path / "machine.json"
-
     def read_machine(self) -> dict[str, Any] | None:
         """Read machine.json; None when there is none. Raises UserError when it is not what `write_launch` writes."""
         if not self.machine.exists():
@@ -103,83 +110,17 @@ class RunFolder:
         except UserError as error:
             raise UserError(f"{error}; remove the file, and it is written again") from error
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """A few rollouts of every step, one JSON object each."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def eval_samples(self) -> Path:
-        """Answers to held-out prompts in each evaluation, one JSON object each; optional."""
-        return self.path / "eval_samples.jsonl"
-
-    @property
-    def worst_tokens(self) -> Path:
-        """The tokens of every step about which engine and trainer disagree most, one JSON object each."""
-        return self.path / "worst_tokens.jsonl"
-
-    @property
-    def memory(self) -> Path:
-        """The memory of every rank at each switch between trainer and engine, one JSON object each; optional."""
-        return self.path / "memory.jsonl"
-
-    @property
-    def schedule(self) -> Path:
-        """The prompt groups that each engine opened and left in every step, one JSON object each; where steps may train
-        on tokens of older weights."""
-        return self.path / "schedule.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One directory per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        """One directory per step whose rollouts were saved; optional."""
-        return self.path / "rollouts"
-
-    @property
-    def judged(self) -> Path:
-        """The answers of judges, in a file of each rank; optional."""
-        return self.path / "judged"
-
     def episodes(self, step: int) -> Path:
         """The episodes of a step as a page, where one was written."""
         return self.path / f"episodes-{step:08d}.html"
-
-    @property
-    def hf(self) -> Path:
-        """The final model as a Hugging Face directory."""
-        return self.path / "hf"
 
     def hf_after(self, step: int) -> Path:
         """The model after a step, as a Hugging Face directory."""
         return self.path / f"hf-{step:08d}"
 
-    @property
-    def adapter(self) -> Path:
-        """The final adapters as a PEFT directory."""
-        return self.path / "adapter"
-
     def adapter_after(self, step: int) -> Path:
         """The adapters after a step, as a PEFT directory."""
         return self.path / f"adapter-{step:08d}"
-
-    @property
-    def curves(self) -> Path:
-        """The run as one picture."""
-        return self.path / "curves.png"
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each reason why a run cannot write here; leaves nothing behind.

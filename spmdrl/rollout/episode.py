@@ -29,6 +29,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.envs.client import Environments, OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.faults.text import one_line
 from spmdrl.rollout.context import asked, conversation, is_due, num_to_leave_out, without_thinking
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (
@@ -159,9 +160,7 @@ class Episode:
     end: EpisodeEnd = "abort"
     failure: str | None = None
     num_left_out: int = 0  # turns, the first ones without summaries, that do not stand whole any more
-    replaced_tokens: int = (
-        0  # of the conversation before it was rewritten for the turn, or the summary, that is sampled
-    )
+    replaced_tokens: int = 0  # of the conversation before it was rewritten for the turn, or summary, that is sampled
     is_summarizing: bool = False  # `response` is a summary
     env_future: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
     _action: Action | None = None  # `response` as the environment reads it
@@ -258,7 +257,7 @@ class Episode:
         assert self.env_future is not None
         answer, self.env_future = self.env_future.result(), None
         if isinstance(answer, EnvironmentFailure):
-            self._fail(answer)
+            self._fail(answer.reason, "step_timeout" if answer.kind == "timeout" else "environment_error")
             return
         take = self._on_reset if self.state is EpisodeState.RESETTING else self._on_step
         self._unless_refused(lambda: take(answer))
@@ -270,7 +269,7 @@ class Episode:
         except StoreFull:  # for which the environment can do nothing
             raise
         except UserError as error:  # the template refuses these messages, or an image is none
-            self._fail(EnvironmentFailure(kind="error", reason=str(error)))
+            self._fail(str(error))
 
     def rollout(self) -> Rollout:
         """Return the finished episode."""
@@ -304,8 +303,7 @@ class Episode:
     @property
     def _token_ids(self) -> tuple[int, ...]:
         """The tokens of the trajectory that grows."""
-        turns = self.trajectories[-1]
-        return Trajectory(turns=turns).token_ids
+        return Trajectory(turns=self.trajectories[-1]).token_ids
 
     @property
     def _images(self) -> tuple[ImageSpan, ...]:
@@ -337,9 +335,9 @@ class Episode:
     def _on_reset(self, greeting: Observation) -> None:
         reason, self.greeting = self._wrong_roles(greeting), greeting
         if reason is not None:
-            self._fail(EnvironmentFailure(kind="error", reason=reason))
+            self._fail(reason)
         elif greeting.done:
-            self._fail(EnvironmentFailure(kind="error", reason="the environment was over after its reset"))
+            self._fail("the environment was over after its reset")
         elif greeting.branch is not None:
             self._branch(greeting.branch, greeting)
         elif greeting.messages:
@@ -365,7 +363,7 @@ class Episode:
 
     def _on_step(self, observation: Observation) -> None:
         if (reason := self._wrong_roles(observation)) is not None:
-            self._fail(EnvironmentFailure(kind="error", reason=reason))
+            self._fail(reason)
             return
         self._finish_turn(self._action, observation)
         if (end := self._end_after(observation)) is not None:
@@ -464,21 +462,15 @@ class Episode:
 
     def _encoder(self, observation: Observation) -> TurnEncoder:
         assert self.env_context is not None
-        return (
-            self.env_context.encoder
-            if observation.tools is None
-            else self.env_context.encoder.with_tools(observation.tools)
-        )
+        encoder = self.env_context.encoder
+        return encoder if observation.tools is None else encoder.with_tools(observation.tools)
 
     def _begin_turn(self, context_ids: tuple[int, ...], images: tuple[ImageSpan, ...] = ()) -> None:
         if not self.turns and self._room(context_ids) < 1:
             read, room = len(context_ids) - len(self.prompt.token_ids), self.sampling.max_response_tokens
             self._fail(
-                EnvironmentFailure(
-                    kind="error",
-                    reason=f"what the policy reads first is {read} tokens longer than its prompt, and an episode has "
-                    f"{room} (rollout.max_response_tokens): nothing was sampled",
-                )
+                f"what the policy reads first is {read} tokens longer than its prompt, and an episode has {room} "
+                "(rollout.max_response_tokens): nothing was sampled"
             )
             return
         self.context_ids, self.context_images, self.state = context_ids, images, EpisodeState.SAMPLING
@@ -560,9 +552,7 @@ class Episode:
 
     def _fills_context(self, reason: str) -> bool:
         """Return True when a response was cut short because the trajectory is full, and not by its own limit."""
-        if self.env_context is None or reason != "length":
-            return False
-        return self._room(()) < 1
+        return reason == "length" and self.env_context is not None and self._room(()) < 1
 
     def _finish_turn(self, action: Action | None, observation: Observation | None) -> None:
         assert self.context_ids is not None
@@ -581,11 +571,11 @@ class Episode:
         self.trajectories = (*self.trajectories[:-1], (*self.trajectories[-1], turn))
         self.context_ids, self.context_images, self.response, self._action = None, (), EMPTY_RESPONSE, None
 
-    def _fail(self, failure: EnvironmentFailure) -> None:
+    def _fail(self, reason: str, end: EpisodeEnd = "environment_error") -> None:
         if self.context_ids is not None:  # the policy has acted
             self._finish_turn(self._action, None)
-        self.failure = failure.reason
-        self._finish("step_timeout" if failure.kind == "timeout" else "environment_error")
+        self.failure = one_line(reason)
+        self._finish(end)
 
     def _finish(self, end: EpisodeEnd) -> None:
         self.end, self.state = end, EpisodeState.FINISHED

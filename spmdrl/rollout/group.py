@@ -42,9 +42,8 @@ class PromptGroup:
     group_size: int  # rollouts to be trained on
     opened_in: int  # step
     episodes: list[Episode]  # by sample_index
-    pending: dict[int, Pending] = field(
-        default_factory=dict
-    )  # the finished ones by sample_index, with their rewards to come
+    # The finished ones by sample_index, with their rewards to come.
+    pending: dict[int, Pending] = field(default_factory=dict)
 
     @classmethod
     def opened(

@@ -232,13 +232,13 @@ class _Deliveries:
 
     def held_out(self, outcomes: Sequence[Rewarded]) -> None:
         """Send the rollouts of an evaluation."""
-        self._deal(outcomes, self._held_out)
+        self._scatter(outcomes, self._held_out)
 
     def probes(self, rollouts: Sequence[Rollout]) -> None:
         """Send the answers to the probe; the ranks that train receive them with the rollouts of the next step."""
-        self._deal(rollouts, self._probes)
+        self._scatter(rollouts, self._probes)
 
-    def _deal(self, values: Sequence[Any], link: Link) -> None:
+    def _scatter(self, values: Sequence[Any], link: Link) -> None:
         for rank in self._receivers:
             link.send(list(values[rank :: len(self._receivers)]), to=rank)
 

@@ -58,14 +58,13 @@ def dequantize(source: Path, destination: Path) -> int:
 
 
 @program("cannot dequantize")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and return its exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("source", type=Path, help="a directory whose weights are in MXFP4 or FP8")
     parser.add_argument("dir", type=Path, help="a new directory")
     arguments = parser.parse_args(argv)
     say(f"{arguments.dir}: {dequantize(arguments.source, arguments.dir):,} weights in bfloat16")
-    return 0
 
 
 if __name__ == "__main__":

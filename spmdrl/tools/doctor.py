@@ -227,19 +227,15 @@ def _kernels(torch: ModuleType | None) -> Iterator[str]:
 
 
 def _verdicts(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:
+    on_cpu = ", on a CPU: spmdrl_sglang_cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
     for what, missing in (
         ("training on a CPU", [*_missing_for_training(torch, torch_problem)]),
         ("training on GPUs", [*_missing_for_gpus(torch, torch_problem)]),
         ("SGLang rollouts", [*_missing_for_sglang(torch)]),
         ("ring attention", [*_missing_for_ring_attention()]),
     ):
-        remark = _stubs_remark() if what == "SGLang rollouts" else ""
+        remark = on_cpu if what == "SGLang rollouts" else ""
         yield f"{what}: {'; '.join(missing) if missing else 'yes' + remark}"
-
-
-def _stubs_remark() -> str:
-    """Say that SGLang runs on a CPU here, with torch operators and stand-ins for its CUDA kernels."""
-    return ", on a CPU: spmdrl_sglang_cpu takes the place of its kernels" if _version(_KERNELS) is None else ""
 
 
 def _missing_for_training(torch: ModuleType | None, torch_problem: str) -> Iterator[str]:

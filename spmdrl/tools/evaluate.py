@@ -32,7 +32,7 @@ from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, load_plain, persistent_buffers
-from spmdrl.preflight.hub import PREFIX, located, model_folder
+from spmdrl.preflight.hub import PREFIX, model_folder, with_files_here
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -110,9 +110,7 @@ def _read(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Config, 
     with TemporaryDirectory() as folder:
         file = Path(folder, "evaluate.toml")
         file.write_text(tomlkit.dumps(tables), encoding="utf-8")
-        cfg, problems = located(read_config(Config, str(file), overrides))
-    if problems:
-        raise UserError("\n".join(problems))
+        cfg = with_files_here(read_config(Config, str(file), overrides))
     return cfg, Path(cfg.model.path)
 
 
@@ -211,7 +209,7 @@ def against(ours: Mapping[str, float], theirs: Mapping[str, float], name: str) -
 
 
 @program("cannot evaluate")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; returns the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
@@ -238,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_held_out = not names and given.data is None
     if (trained_on := given.trained_on) is None and not is_held_out and Path(given.run, "config.toml").is_file():
         trained_on = given.run
-    trained = None if trained_on is None else _trained(Path(trained_on))
+    trained = None if trained_on is None else with_files_here(read_run_config(str(Path(trained_on, "config.toml")), []))
     if names:
         for name in names:
             opened = _of_set(given.run, name, given.override, download=given.download)
@@ -250,15 +248,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             else _of_model(given.run, given.data, given.reward, given.override, download=given.download)
         )
         say(json.dumps(_evaluated(*opened, trained, given.items, theirs, str(given.against))))
-    return 0
-
-
-def _trained(run: Path) -> Config | TuningConfig:
-    """The settings of a run of any kind, whose data is asked for questions. Raises UserError."""
-    cfg, problems = located(read_run_config(str(run / "config.toml"), []))
-    if problems:
-        raise UserError("\n".join(problems))
-    return cfg
 
 
 def _evaluated(

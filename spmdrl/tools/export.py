@@ -102,7 +102,7 @@ class _Versions(BaseModel):
 
 
 @program("cannot export")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; returns the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
@@ -129,7 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(shown(written))
         if arguments.push:
             say(send(written, arguments.push, private=not arguments.public))
-    return 0
 
 
 if __name__ == "__main__":

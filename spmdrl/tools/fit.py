@@ -121,7 +121,7 @@ def shortages(prediction: Prediction) -> Iterator[str]:
     yield from prediction.problems
     for phase in _too_large(prediction.phases, device_bytes):
         takes = gib(phase.device_bytes)
-        yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {_largest(phase.on_device)}"
+        yield f"{phase.name} takes {takes} of {gib(device_bytes)}: {largest_parts(phase.on_device)}"
 
 
 def _too_large(phases: Sequence[PhaseMemory], device_bytes: int) -> list[PhaseMemory]:
@@ -249,15 +249,15 @@ def _show(console: Console, cfg: Config | TuningConfig, prediction: Prediction, 
         table.add_row(
             Text(phase.name, style=style),
             Text(f"{phase.device_bytes / GIB:.1f}", style=style),
-            _largest(phase.on_device),
+            largest_parts(phase.on_device),
             f"{phase.host_bytes / GIB:.1f}",
-            _largest(phase.host),
+            largest_parts(phase.host),
         )
     console.print(table)
     beside = rank.engine_overhead.while_sampling
     console.print(
         f"of {gib(rank.device_bytes)}; while the engine samples, about {gib(sum(beside.values()))} are not its share: "
-        f"{_largest(beside, most=len(beside))}",
+        f"{largest_parts(beside, most=len(beside))}",
         style="dim",
     )
     console.print(summary(prediction))
@@ -276,17 +276,7 @@ def summary(prediction: Prediction) -> str:
     return f"predicted for {machine}: {phases}; host {host_bytes / GIB:.1f} a rank"
 
 
-def phases_table(prediction: Prediction) -> str:
-    """Format a row of Markdown for each phase."""
-    lines = ["| phase | GPU, GiB | of it | host, GiB | of it |", "|---|---|---|---|---|"]
-    for phase in prediction.phases:
-        on_device, on_host = _largest(phase.on_device, most=3), _largest(phase.host, most=2)
-        sizes = f"{phase.device_bytes / GIB:.1f} | {on_device} | {phase.host_bytes / GIB:.1f} | {on_host}"
-        lines.append(f"| {phase.name} | {sizes} |")
-    return "\n".join(lines)
-
-
-def _largest(parts: Parts, *, most: int = PARTS_SHOWN) -> str:
+def largest_parts(parts: Parts, *, most: int = PARTS_SHOWN) -> str:
     """Format the largest parts, without those too small to show in GiB."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in ordered[:most] if size >= 50 * _MIB)

@@ -241,7 +241,7 @@ def _columns(record: Mapping[str, Any], arguments: argparse.Namespace) -> dict[s
 def _usual(name: str, record: Mapping[str, Any], task: Task) -> Sequence[str]:
     """Return the usual names of a column: answered conversations come first where they are imitated."""
     usual = task.columns[name]
-    is_conversation = name == "prompt" and task.settings is SftConfig and _last_role(record, "messages") == "assistant"
+    is_conversation = name == "prompt" and task.settings is SftConfig and _role(record, "messages", -1) == "assistant"
     return ("messages", *usual) if is_conversation else usual
 
 
@@ -250,14 +250,10 @@ def _is_elsewhere(
 ) -> bool:
     """True for a column that is not needed: what it would hold is in another, or there is nothing to compare with."""
     if name == "response":
-        return _last_role(record, found["prompt"]) == "assistant"
+        return _role(record, found["prompt"], -1) == "assistant"
     if name == "prompt" and "chosen" in found:
         return _role(record, found["chosen"], 0) not in (None, "assistant")
     return name == "answer" and arguments.reward is None and TASKS[arguments.task].needs != "reward"
-
-
-def _last_role(record: Mapping[str, Any], column: str) -> str | None:
-    return _role(record, column, -1)
 
 
 def _role(record: Mapping[str, Any], column: str, place: int) -> str | None:

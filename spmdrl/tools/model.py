@@ -28,8 +28,7 @@ from spmdrl.model.load import model_without_memory
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.tools.fit import shortages, summary
-from spmdrl.tools.model_ranks import prepare
-from spmdrl.tools.model_rows import Subject, Verdict, verdicts
+from spmdrl.tools.model_rows import Subject, Verdict, prepare, verdicts
 from spmdrl.tools.model_shrink import save_tiny, shrunk
 from spmdrl.tools.model_source import Source, released, source_of
 from spmdrl.tools.program import ToolConsole, program

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -15,15 +21,20 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.config import LoraConfig, ModelConfig, PackConfig, ParallelConfig
+from spmdrl.config import Config, LoraConfig, PackConfig, ParallelConfig
+from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
+from spmdrl.engine.protocol import EngineDied, RolloutEngine
+from spmdrl.engine.sglang.engine import SGLangEngine
+from spmdrl.engine.sglang.options import sglang_options
+from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.few_bits import quantization_refusal
-from spmdrl.model.load import load_policy
+from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
 from spmdrl.model.lora.policy import load_trained, random_values
+from spmdrl.model.rotary import changes_after
+from spmdrl.refit.refit import load_whole, make_refit
 from spmdrl.step.export import export_hf
-from spmdrl.tools.model_engines import of_sglang, of_torch_engine
-from spmdrl.tools.model_ranks import RANKS, on_two_ranks
 from spmdrl.tools.model_scores import (
     BOUND,
     TEMPERATURE,
@@ -36,9 +47,11 @@ from spmdrl.tools.model_scores import (
     first_difference,
     scores,
     sequences,
+    settings_of,
 )
 from spmdrl.tools.model_source import Source
-from spmdrl.types import UserError
+from spmdrl.types import Request, UserError
+from spmdrl.types import Sequence as Tokens
 
 Answer = Literal["yes", "no", "refused"]
 # Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: so often what weights one bit apart
@@ -46,6 +59,8 @@ Answer = Literal["yes", "no", "refused"]
 _TIMES, _MOST = 4.0, 1e-3
 _ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
 _LORA = LoraConfig(rank=4, alpha=4.0)
+_PROMPT_TOKENS, _RESPONSE_TOKENS = 50, 20  # of what engines sample
+RANKS = 2
 
 # Settings that change what a part of a model computes, most telling first; the part's name has one of the words.
 _SETTINGS: Mapping[tuple[str, ...], str] = {
@@ -149,7 +164,7 @@ def _one_rank(layout: Layout, subject: Subject, world: World) -> Found:
 
 def _parting(subject: Subject, world: World) -> str:
     """Name the first part and token where packed and eager part, and the setting that is likely the reason."""
-    policy = load_policy(_model(subject), build_meshes(world).model, temperature=TEMPERATURE)
+    policy = load_policy(settings_of(subject.path), build_meshes(world).model, temperature=TEMPERATURE)
     part, place, token = first_difference(subject.path, policy, subject.batch, bound=subject.allowed[0])
     if place > 0 and ":" in part and token < len(subject.batch[place].token_ids) // 2:  # and the first sequence agrees
         likely = "a state that leaks from the sequence before, or a mask that lets it be seen"
@@ -196,7 +211,7 @@ def _close(worst: float, subject: Subject, more: str = "") -> Found:
 def _adapters(subject: Subject, world: World) -> Found:
     """An adapted policy has the log-probabilities of its export, in which the adapters are merged."""
     meshes = build_meshes(world)
-    policy = load_trained(_model(subject), _LORA, meshes, temperature=TEMPERATURE, seed=0)
+    policy = load_trained(settings_of(subject.path), _LORA, meshes, temperature=TEMPERATURE, seed=0)
     assert policy.adapters is not None
     policy.adapters.load(random_values(policy.adapters.trained, seed=0))
     merged = Path(subject.path).with_name("merged")
@@ -218,17 +233,82 @@ class _NoTokenizer(PreTrainedTokenizerBase):
 
 
 def _torch_engine(subject: Subject, _: World) -> Found:
-    return _close(of_torch_engine(subject.path, subject.batch), subject)
+    """The torch engine's log-probabilities of its own tokens, with its cache."""
+    model = eager_model(subject.path)
+    engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=3)
+    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    return _close(_worst(engine, model, subject.batch), subject)
 
 
 def _sglang(subject: Subject, world: World) -> Found:
-    return _close(of_sglang(subject.path, subject.batch, world), subject)
+    """SGLang's log-probabilities of its own tokens, after a refit of all weights."""
+    batch = subject.batch
+    cfg = Config.model_validate(
+        {
+            "run": {"name": "model", "num_steps": 1},
+            "model": {"path": subject.path, "compute_dtype": "float32"},
+            "data": {"max_prompt_tokens": _PROMPT_TOKENS, "sources": [{"kind": "jsonl", "path": "data.jsonl"}]},
+            "rollout": {
+                **{"engine": "sglang", "prompts_per_step": len(batch), "group_size": 2, "temperature": TEMPERATURE},
+                **{"max_response_tokens": _RESPONSE_TOKENS, "max_running": 2 * len(batch)},
+            },
+            "reward": {"terms": [{"kind": "exact"}]},
+            "optim": {"lr": 1e-6},
+            "pack": {"sequences_per_micro_batch": 1},
+            "offload": {"engine": ["kv_cache", "weights"]},
+        }
+    )
+    config, meshes = load_model_config(cfg.model), build_meshes(world)
+    if problems := list(SGLangEngine.problems(cfg, config, _ends(config), num_ranks=1, device_type="cpu")):
+        raise UserError("; ".join(problems))
+    options = sglang_options(cfg, make_plan(cfg, num_ranks=1), world, config)
+    policy = load_trained(cfg.model, None, meshes, temperature=TEMPERATURE, seed=0)
+    try:
+        engine = SGLangEngine(options, meshes.engine, model_config=config, transport="shared_memory")
+    except EngineDied as error:
+        raise UserError(str(error)) from error
+    try:
+        make_refit(policy, engine, meshes, cfg, dtype=torch.float32)(version=0)
+        engine.wake()
+        return _close(_worst(engine, eager_model(subject.path), batch), subject)
+    finally:
+        engine.close()
+
+
+def _ends(config: Any) -> frozenset[int]:
+    """Return the tokens that end a response of a tiny model."""
+    ends = config.get_text_config().eos_token_id
+    return frozenset() if ends is None else frozenset({ends})
+
+
+def _worst(engine: RolloutEngine, model: Any, batch: Sequence[Tokens]) -> float:
+    """Sample after the beginnings of these sequences, and compare the log-probabilities of what was sampled."""
+    longest = min(_PROMPT_TOKENS, (changes_after(model.config) or 10**9) - _RESPONSE_TOKENS)
+    prompts = [sequence.token_ids[:longest] for sequence in batch]
+    settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(model.config)}
+    asked = [
+        Request(prompt_ids=ids, seed=seed, temperature=TEMPERATURE, **settings) for seed, ids in enumerate(prompts)
+    ]
+    worst = 0.0
+    for index, response in engine.generate(asked):
+        before, sampled = len(prompts[index]), len(response.token_ids)
+        whole = Tokens(
+            index=index,
+            token_ids=prompts[index] + response.token_ids,
+            loss_mask=(False,) * before + (True,) * sampled,
+            rollout_logprobs=(0.0,) * before + response.logprobs,
+            reward=0.0,
+        )
+        with torch.no_grad():
+            apart = eager_logprobs(model, whole) - torch.tensor(whole.rollout_logprobs)
+        worst = max(worst, float(apart.abs().max()))
+    return worst
 
 
 def _export(subject: Subject, world: World) -> Found:
     """The files of an export have the names and the bits of those that were loaded, and transformers reads them."""
     meshes = build_meshes(world)
-    policy = load_policy(_model(subject), meshes.model, temperature=TEMPERATURE)
+    policy = load_policy(settings_of(subject.path), meshes.model, temperature=TEMPERATURE)
     folder = Path(subject.path).with_name("exported")
     export_hf(policy, _NoTokenizer(), folder, meshes, dtype=torch.float32)
     wanted, found = (load_file(Path(one) / "model.safetensors") for one in (subject.path, folder))
@@ -239,10 +319,6 @@ def _export(subject: Subject, world: World) -> Found:
     changed = [name for name, x in wanted.items() if not torch.equal(x, found[name])]
     changed += [name for name, x in fresh.items() if not torch.equal(x, loaded[name])]
     return ("no", f"{changed[0]} differs") if changed else ("yes", "bit for bit")
-
-
-def _model(subject: Subject) -> ModelConfig:
-    return ModelConfig(path=subject.path, compute_dtype="float32", logits_chunk_tokens=64)
 
 
 Row = Callable[[Subject, World], Found]
@@ -270,3 +346,43 @@ def verdicts(subject: Subject, *, with_sglang: bool) -> Iterator[Verdict]:
                 yield Verdict(question, *row(subject, world))
             except UserError as error:
                 yield Verdict(question, "refused", " ".join(str(error).split()))
+
+
+# Work on two ranks of this machine, which start from one process that has imported everything.
+
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PATIENCE_S = 240.0
+
+
+def prepare(module: str) -> None:
+    """Let the process that ranks are forked from import a module, in the background."""
+    _CONTEXT.set_forkserver_preload([module])
+    _CONTEXT.Process(target=os.getpid).start()
+
+
+def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call function(*arguments) on two gloo ranks; returns their results in the order of ranks.
+
+    What one of them raises is raised here, TimeoutError when one says nothing for minutes.
+    """
+    meeting = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    calls = [(meeting | {"RANK": rank, "LOCAL_RANK": rank}, function, arguments) for rank in range(RANKS)]
+    with _CONTEXT.Pool(RANKS) as pool:  # its end kills the ranks: one that used FSDP2 may abort when it exits by itself
+        return [pickle.loads(found) for found in pool.starmap_async(_rank, calls, chunksize=1).get(_PATIENCE_S)]
+
+
+def _rank(place: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Return by value what the function does: a tensor sent otherwise is a handle into a process that ends."""
+    variables = place | {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    return pickle.dumps(function(*arguments))
+
+
+def _free_port() -> int:
+    """Find a port below those that Linux gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port

@@ -26,14 +26,12 @@ from spmdrl.model.sharding import decoder_layers, reshard
 from spmdrl.model.trunk import model_class
 from spmdrl.step.batch import build_batch, lay_end_to_end
 from spmdrl.tools.model_shrink import VOCABULARY
-from spmdrl.tools.parity_cases import GradientAsWeight, plan_of, whole_weights
+from spmdrl.tools.parity_cases import GradientAsWeight, largest_difference, plan_of, whole_weights
 from spmdrl.types import Sequence as Tokens
 from spmdrl.types import UserError
 
 TEMPERATURE = 0.8
 BOUND = 1e-5  # of log-probabilities in nats, and of a gradient relative to its own size
-# Of the size of all gradients together: one that is smaller is noise around 0.
-_NEGLIGIBLE = 1e-4
 _LENGTHS = (90, 3, 41, 2, 17, 67)
 
 
@@ -105,12 +103,17 @@ def eager_scores(path: str, batch: Sequence[Tokens], *, moved: bool = False) -> 
     return Scores(logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
+def settings_of(path: str) -> ModelConfig:
+    """Return the settings that a run would have for the tiny model."""
+    return ModelConfig(path=path, compute_dtype="float32", logits_chunk_tokens=64)
+
+
 def scores(path: str, layout: Layout, batch: Sequence[Tokens], world: World) -> Scores:
     """Compute this rank's part of the scores as a run would; every rank must call this.
 
     Gradients are whole on the first rank. Raises UserError when the model does not support the layout.
     """
-    cfg = ModelConfig(path=path, compute_dtype="float32", logits_chunk_tokens=64)
+    cfg = settings_of(path)
     config = load_model_config(cfg)
     if problems := list(parallel_model_problems(config, cfg, layout.parallel)):
         raise UserError("; ".join(problems))
@@ -135,12 +138,7 @@ def scores(path: str, layout: Layout, batch: Sequence[Tokens], world: World) -> 
 def difference(found: Scores, expected: Scores) -> tuple[float, float, str]:
     """Return (of log-probabilities, of gradients, the parameter of the latter), the worst of each."""
     apart = max(float((found.logprobs[index] - x).abs().max()) for index, x in expected.logprobs.items())
-    norms = {name: float(x.norm()) for name, x in expected.gradients.items()}
-    floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
-    worst, name = max(
-        (float((found.gradients[name] - x).norm()) / max(norms[name], floor), name)
-        for name, x in expected.gradients.items()
-    )
+    worst, name = largest_difference(found.gradients, expected.gradients)
     return apart, worst, name
 
 

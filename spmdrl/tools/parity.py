@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
-from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, PreferencesConfig, TuningConfig, read_run_config
@@ -31,7 +30,6 @@ from spmdrl.tools.parity_cases import (
     ONE_RANK,
     UPDATES,
     Case,
-    CaseResult,
     Imitation,
     Reinforcement,
     Settings,
@@ -46,7 +44,6 @@ from spmdrl.types import UserError
 
 EXIT_DIFFERENT = 1
 _RANKS = (1, 2, 4)
-_NUMBERS = ("loss", "loss_size")  # of a result, beside its tensors
 
 
 def matrix(cfg: Config | TuningConfig, settings: Settings) -> list[Case]:
@@ -78,7 +75,7 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
                     (folder / f"{number}.refused").write_text(str(error), encoding="utf-8")
                 continue
             if found is not None:
-                _save(found, folder / f"{number}.safetensors")
+                torch.save(found, folder / f"{number}.pt")
 
 
 def compare(arguments: argparse.Namespace) -> bool:
@@ -98,7 +95,7 @@ def compare(arguments: argparse.Namespace) -> bool:
             _launch(num_ranks, arguments, folder)
         if (refused := folder / "0.refused").exists():
             raise UserError(refused.read_text(encoding="utf-8"))
-        if not (folder / "0.safetensors").exists():
+        if not (folder / "0.pt").exists():
             raise UserError("one rank could not train on the batch; its error is printed above")
         return _print(every, folder, most_ranks=arguments.ranks)
 
@@ -134,13 +131,13 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
     table = Table(title=f"relative to 1 rank; allowed: {BOUND:g}, after AdamW {ADAMW_BOUND_OF_MOST:g} of most weights")
     for column in ("layout", "ranks", "loss", "gradient", "of", "SGD", "AdamW", ""):
         table.add_column(column, justify="left" if column in ("layout", "of", "") else "right")
-    one_rank = _load(folder / "0.safetensors")
+    one_rank = torch.load(folder / "0.pt", weights_only=False)
     agrees = True
     for number, case in enumerate(every):
         if (refused := folder / f"{number}.refused").exists():
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", refused.read_text(encoding="utf-8"))
-        elif (path := folder / f"{number}.safetensors").exists():
-            found = deviation(_load(path), one_rank)
+        elif (path := folder / f"{number}.pt").exists():
+            found = deviation(torch.load(path, weights_only=False), one_rank)
             agrees &= found.is_within
             sizes = [f"{value:.1e}" for value in (found.loss, found.gradient, found.sgd, found.adamw_of_most)]
             verdict = "same" if found.is_within else "[red]different[/red]"
@@ -152,23 +149,6 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", "[red]failed[/red], see above")
     ToolConsole(width=None if sys.stdout.isatty() else 200).print(table)
     return agrees
-
-
-def _save(found: CaseResult, path: Path) -> None:
-    groups = {"gradients": found.gradients, "after_sgd": found.after_sgd, "after_adamw": found.after_adamw}
-    tensors = {f"{group}/{name}": x.contiguous() for group, named in groups.items() for name, x in named.items()}
-    numbers = {name: torch.tensor(getattr(found, name), dtype=torch.float64) for name in _NUMBERS}
-    save_file(numbers | tensors, path)
-
-
-def _load(path: Path) -> CaseResult:
-    tensors = load_file(path)
-    groups: dict[str, dict[str, torch.Tensor]] = {"gradients": {}, "after_sgd": {}, "after_adamw": {}}
-    loss, size = (float(tensors.pop(name)) for name in _NUMBERS)
-    for key, tensor in tensors.items():
-        group, _, name = key.partition("/")
-        groups[group][name] = tensor
-    return CaseResult(loss, size, **groups)
 
 
 @program("cannot compare")

@@ -309,13 +309,13 @@ class Sized:
 
 def deviation(one: CaseResult, other: CaseResult) -> Deviation:
     """Measure how far `one` is from `other`."""
-    gradient, worst = _largest(one.gradients, other.gradients)
+    gradient, worst = largest_difference(one.gradients, other.gradients)
     apart = [one.after_adamw[name] - x for name, x in other.after_adamw.items()]
     return Deviation(
         loss=abs(one.loss - other.loss) / max(other.loss_size, 1e-3),
         gradient=gradient,
         worst=worst,
-        sgd=_largest(one.after_sgd, other.after_sgd)[0],
+        sgd=largest_difference(one.after_sgd, other.after_sgd)[0],
         adamw=max(float(x.abs().max()) for x in apart),
         adamw_of_most=(sum(float(x.square().sum()) for x in apart) / sum(x.numel() for x in apart)) ** 0.5,
     )
@@ -367,8 +367,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
-    """Return (the largest relative difference of a tensor, its name)."""
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
+    """Return (the largest difference of a tensor, relative to its norm in the other, the tensor's name)."""
     norms = {name: float(x.norm()) for name, x in other.items()}
     floor = NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max((float((one[name] - x).norm()) / max(norms[name], floor), name) for name, x in other.items())

@@ -25,7 +25,7 @@ from spmdrl.config import Config, read_config
 from spmdrl.config.base import Count, NonNegativeInt
 from spmdrl.data.tokenizer import decode, load_tokenizer
 from spmdrl.faults.text import Parser, one_line, say
-from spmdrl.preflight.hub import located
+from spmdrl.preflight.hub import with_files_here
 from spmdrl.preflight.inputs import open_training_prompts
 from spmdrl.report import RunFolder
 from spmdrl.rewards.client import RewardClient
@@ -151,7 +151,7 @@ def _row(one: Rescored) -> str:
 
 
 @program("cannot rescore")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; returns the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
@@ -164,9 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     folder = RunFolder(given.run)
     folder.require_launch()
-    cfg, problems = located(read_config(Config, given.config or str(folder.config), given.override))
-    if problems:
-        raise UserError("\n".join(problems))
+    cfg = with_files_here(read_config(Config, given.config or str(folder.config), given.override))
     steps = sorted({*(given.step or recorded_steps(folder.rollouts))})
     if not steps or not (found := rescore(folder, cfg, steps)):
         raise UserError(f"{folder.rollouts} holds no rollouts; a run saves them with debug.save_rollouts")
@@ -174,7 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with writing(given.items, "--items"):
             given.items.write_text("".join(_row(one) + "\n" for one in found), encoding="utf-8")
     say("\n".join(lines(found, num_shown=given.show)))
-    return 0
 
 
 if __name__ == "__main__":

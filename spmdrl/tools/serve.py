@@ -340,7 +340,7 @@ def open_served(path: str, *, max_running: int) -> Served:
 
 
 @program("cannot serve")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; returns the exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("model", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
@@ -361,7 +361,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             server.serve_forever()
         except KeyboardInterrupt:
             say("ended")
-    return 0
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def save_text_model(source: Path, destination: Path) -> int:
 
 
 @program("cannot extract")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and return its exit code."""
     parser = Parser(description=__doc__)
     parser.add_argument("source", type=Path, help="a directory that holds a model of text and images")
@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     count = save_text_model(arguments.source, arguments.dir)
     say(f"{arguments.dir}: {count:,} parameters")
-    return 0
 
 
 if __name__ == "__main__":

@@ -195,27 +195,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chat", action="store_true", help="a chat template with tools, and its tokens")
     parser.add_argument("--vision", action="store_true", help="the same, and a tower for images")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
+    options = vars(parser.parse_args(argv))
+    path: Path = options.pop("dir")
     transformers_logging.disable_progress_bar()
     for name, (least, most) in _LIMITS.items():
-        if not least <= (given := getattr(arguments, name)) <= most:
-            parser.error(f"--{name.replace('_', '-')} {given}: set it to {least} to {most}")
-    if arguments.hidden_size % _HEAD_DIM:
-        parser.error(f"--hidden-size {arguments.hidden_size}: set it to a multiple of {_HEAD_DIM}")
-    if arguments.dir.exists() and (not arguments.dir.is_dir() or any(arguments.dir.iterdir())):
-        raise UserError(f"{arguments.dir} exists and is not an empty directory; name a new one")
-    count = save_tiny_model(
-        arguments.dir,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.num_layers,
-        max_tokens=arguments.max_tokens,
-        spare_tokens=arguments.spare_tokens,
-        words=arguments.words,
-        chat=arguments.chat,
-        vision=arguments.vision,
-        seed=arguments.seed,
-    )
-    say(f"{arguments.dir}: {count:,} parameters")
+        if not least <= options[name] <= most:
+            parser.error(f"--{name.replace('_', '-')} {options[name]}: set it to {least} to {most}")
+    if options["hidden_size"] % _HEAD_DIM:
+        parser.error(f"--hidden-size {options['hidden_size']}: set it to a multiple of {_HEAD_DIM}")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not an empty directory; name a new one")
+    say(f"{path}: {save_tiny_model(path, **options):,} parameters")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from spmdrl.types import UserError
 
 
 @program("cannot write the tasks")
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write the file and return the exit code."""
     parser = Parser(prog="python -m spmdrl.tools.verifiers_data", description=__doc__)
     parser.add_argument("config", metavar="CONFIG.toml", type=Path)
@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = read_rows(_source(read_run_config(arguments.config, arguments.override)), limit=arguments.limit)
     arguments.out.write_text(rows, encoding="utf-8")
     say(f"wrote {arguments.out}: {len(rows.splitlines())} rows")
-    return 0
 
 
 def _source(cfg: object) -> VerifiersEnvironment:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools.commit import stamp
+from benchmarks.commit import stamp
 from tests.gpu.proof import gpu_proof, gpu_report
 from tests.gpu.proof.claims import Claim
 from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, run_stage

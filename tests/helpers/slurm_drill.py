@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from spmdrl.tools import commit
+from benchmarks import commit
 from tests.helpers.slurm_cluster import ROOT, Cluster, write_report
 
 

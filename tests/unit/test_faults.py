@@ -222,7 +222,7 @@ def test_ranks_that_could_not_write_why_they_ended_had_no_room(
     words, code, _ = conclude(files, 1)
     assert code == EXIT_CODES["user"]
     assert words == (
-        f"the ranks ended, and nothing can be written to {files.folder}: No space left on device; make room, and the "
+        f"the ranks ended, and nothing can be written to {files.path}: No space left on device; make room, and the "
         "same command goes on after step 0"
     )
 
@@ -280,7 +280,7 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
         while [(one.step, one.phase) for one in read_statuses(files)] != [(3, "rollout")]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert runs.ps([str(files.folder)]) == 0
+        assert runs.ps([str(files.path)]) == 0
         header, row = capsys.readouterr().out.splitlines()
         assert header.split() == ["rank", "host", "pid", "step", "phase", "for", "state"]
         assert row.split() == ["0", own_host(), str(os.getpid()), "3", "rollout", "0:00", "running"]
@@ -290,21 +290,21 @@ def test_a_watch_shows_where_the_rank_is_and_writes_its_stacks(
             files.status_of(1), {**(read_json(files.status_of(0)) or {}), "rank": 1, "host": hostile, "phase": hostile}
         )
         for arguments in ([], ["dump"]):
-            assert runs.ps([str(files.folder), *arguments]) == 0
+            assert runs.ps([str(files.path), *arguments]) == 0
             said = capsys.readouterr().out
             assert said.replace("\n", "").isprintable() and "\\x1b[2J" in said and "\nstep 99" not in said
         replace_json(files.status_of(1), {"rank": 1, "host": hostile, "step": 3})
         files.status_of(2).write_bytes(b"\xff")
         os.mkfifo(files.status_of(3))
         for arguments in ([], ["dump"]):
-            assert runs.ps([str(files.folder), *arguments]) == 0
+            assert runs.ps([str(files.path), *arguments]) == 0
             said = capsys.readouterr().out
             assert "ranks/rank-1.json is damaged, so nobody knows where its rank is; it says: host \\x1b[2J" in said
             for rank in (2, 3):
                 assert f"ranks/rank-{rank}.json is damaged, so nobody knows where its rank is\n" in said
         for rank in (1, 2, 3):
             files.status_of(rank).unlink()
-        assert runs.ps([str(files.folder), "dump"]) == 0
+        assert runs.ps([str(files.path), "dump"]) == 0
         assert "in test_a_watch_shows_where_the_rank_is_and_writes_its_stacks" in capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGUSR1)
         while watch.stop_request() is None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.tools import commit
+from benchmarks import commit
 from tests.gpu.proof import facts, gpu_proof, gpu_report, tests_seen
 from tests.gpu.proof.claims import Claim, claims
 from tests.gpu.proof.gpu_report import NO_EVIDENCE, judge, outcomes

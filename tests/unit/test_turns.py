@@ -46,15 +46,12 @@ class Expected:
     called: Message | None = None  # that response as the template takes it; None: CALL
     tool: str  # how the template goes on after the call, with the result "mild"; or why it cannot
     user: str  # how it goes on after the answer, with the message "And now?"; or why it cannot
-    shows_tools: bool = True  # in prompts
     two_calls: bool = True  # the template renders more than one call in a message
     exact_user: bool = True  # so does it when it renders the conversation anew
-    drops: frozenset[str] = frozenset()  # roles of messages after which thinking is dropped
 
 
 QWEN_TOOL = "\n<|im_start|>user\n<tool_response>\nmild\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 QWEN_USER = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
-USER_ONLY = frozenset({"user"})
 EOS = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 
 
@@ -65,9 +62,7 @@ def deepseek(text: str) -> str:
 
 EXPECTED = {
     "Qwen2.5": Expected(answer="It rains.<|im_end|>", call=HERMES + "<|im_end|>", tool=QWEN_TOOL, user=QWEN_USER),
-    "Qwen3": Expected(
-        answer="It rains.<|im_end|>", call=HERMES + "<|im_end|>", tool=QWEN_TOOL, user=QWEN_USER, drops=USER_ONLY
-    ),
+    "Qwen3": Expected(answer="It rains.<|im_end|>", call=HERMES + "<|im_end|>", tool=QWEN_TOOL, user=QWEN_USER),
     "Qwen3.5": Expected(
         answer="Hm.\n</think>\n\nIt rains.<|im_end|>",
         call="Hm.\n</think>\n\n<tool_call>\n<function=lookup>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
@@ -76,7 +71,6 @@ EXPECTED = {
         tool=QWEN_TOOL + "<think>\n",
         user=QWEN_USER + "<think>\n",
         exact_user=False,
-        drops=USER_ONLY,
     ),
     "Llama 3.1": Expected(
         answer="It rains.<|eot_id|>",
@@ -97,7 +91,6 @@ EXPECTED = {
         answer="It rains.<end_of_turn>",
         tool="refuses messages of the roles user, assistant, tool: Conversation roles must alternate",
         user="\n<start_of_turn>user\nAnd now?<end_of_turn>\n<start_of_turn>model\n",
-        shows_tools=False,
     ),
     "gpt-oss": Expected(
         answer="<|channel|>final<|message|>It rains.<|return|>",
@@ -105,7 +98,6 @@ EXPECTED = {
         tool='<|start|>functions.lookup to=assistant<|channel|>commentary<|message|>"mild"<|end|><|start|>assistant',
         user="<|start|>user<|message|>And now?<|end|><|start|>assistant",
         exact_user=False,  # it writes <|end|> where <|return|> was sampled
-        drops=USER_ONLY,
     ),
     "GLM 4.5": Expected(
         answer="\n<think></think>\nIt rains.<|user|>",
@@ -113,15 +105,12 @@ EXPECTED = {
         "<|observation|>",
         tool="\n<tool_response>\nmild\n</tool_response><|assistant|>",
         user="\nAnd now?<|assistant|>",
-        drops=USER_ONLY,
     ),
     "DeepSeek R1": Expected(
         answer=f"Hm.\n</think>\n\nIt rains.{EOS}",
         tool="writes a conversation differently once a message of the role 'tool' follows",
         user=deepseek("{User}And now?{Assistant}<think>\n"),
         exact_user=False,
-        drops=USER_ONLY,
-        shows_tools=False,
     ),
     "DeepSeek V3.1": Expected(
         answer=f"It rains.{EOS}",
@@ -130,8 +119,6 @@ EXPECTED = {
         + deepseek("{tool_call_end}{tool_calls_end}{end_of_sentence}"),
         tool=deepseek("{tool_output_begin}mild{tool_output_end}"),
         user=deepseek("{User}And now?{Assistant}<think></think>"),
-        drops=USER_ONLY,
-        shows_tools=False,
     ),
     "SmolLM 3": Expected(
         answer="It rains.<|im_end|>",
@@ -139,13 +126,11 @@ EXPECTED = {
         called={"role": "assistant", "content": HERMES},  # it shows no calls but those in the text
         tool="\n<|im_start|>user\nmild<|im_end|>\n<|im_start|>assistant\n",
         user=QWEN_USER,
-        shows_tools=False,
     ),
     "Phi 4": Expected(
         answer="It rains.<|im_end|>",
         tool="leaves out messages of the role 'tool'",
         user="<|im_start|>user<|im_sep|>And now?<|im_end|><|im_start|>assistant<|im_sep|>",
-        shows_tools=False,
     ),
     "OLMo 3": Expected(
         answer="It rains.<|im_end|>",
@@ -205,8 +190,6 @@ def test_every_template_is_appendable_or_refused_by_name(name: str, role: Litera
     message = result("mild") if role == "tool" else result("And now?", "user")
     appended = turns.appended([message], after=sampled(name, role))
     assert appended == encoded(name, FAMILIES[name].stops[0] + outcome)[1:]
-    assert turns.drops_thinking(role) == (role in expected.drops)
-    assert turns.shows_tools == expected.shows_tools and encoder(name, []).shows_tools
 
 
 @pytest.mark.parametrize(("name", "role"), APPENDABLE)
@@ -394,7 +377,7 @@ def test_without_a_template_messages_are_their_contents() -> None:
     turns = TurnEncoder(tokenizer, chat_template="never", tools=[], stop_token_ids=stops_of("Qwen3"))
     messages = [result("It rains."), result(" And now?", "user")]
     assert turns.appended(messages, after=(1,)) == turns.rendered(messages) == encoded("Qwen3", "It rains. And now?")
-    assert list(turns.problems(["tool", "user"])) == [] and not turns.drops_thinking("user")
+    assert list(turns.problems(["tool", "user"])) == []
     assert turns.first("2 + 2 =")[1] == "2 + 2 ="
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.commit import ROOT, commit_id
 from spmdrl.faults.text import Parser, bears_lost_output, say
-from spmdrl.tools.commit import ROOT, commit_id
 from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
 from tests.gpu.proof.stages import STAGES
 

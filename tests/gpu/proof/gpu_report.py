@@ -15,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from benchmarks.commit import ROOT, commit_id
 from spmdrl.config.strict import as_written, read_json
 from spmdrl.faults.text import Parser, say
-from spmdrl.tools.commit import ROOT, commit_id
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
 from tests.gpu.proof import tests_seen

@@ -1,4 +1,4 @@
-"""Name the code of a working copy, also where there is no git: `python -m spmdrl.tools.commit` prints a stamp.
+"""Name the code of a working copy, also where there is no git: `python -m benchmarks.commit` prints a stamp.
 
 `launch/make_bundle.sh` puts the stamp into the bundle, where there is git; where there is none, a digest of the sources
 tells whether they are still those of the stamp's commit. Needs nothing but Python.
@@ -11,7 +11,7 @@ import json
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CHANGED = " with changes"
 _SOURCES = ("spmdrl/**/*.py", "tests/**/*.py", "benchmarks/*.py", "launch/*", "configs/*.toml")
 
