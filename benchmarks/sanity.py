@@ -54,7 +54,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {  # settings
         "advantage.estimator=grpo",
         "advantage.divide_by_std=false",
         "loss.aggregation=constant",
-        "optim.lr=5e-4",  # at 7e-4 one seed of three lost a question: its one right response of eight weighs little
+        "optim.lr=5e-4",  # at 7e-4 one seed of three forgot a question, and did not win it back
     ),
     "dapo": (
         "advantage.estimator=grpo",
