@@ -36,7 +36,8 @@ from spmdrl.config import ModelConfig
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import TeacherHead, next_token_divergence
 from spmdrl.model.linear import linear
-from spmdrl.model.logprobs import FAST_HEAD, next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import FAST_HEAD, HeadOptions, next_token_logprobs
 from spmdrl.model.logprobs import Head as TiledHead
 
 MIB = 2**20
@@ -53,7 +54,7 @@ Head = Callable[..., Scores]
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor, head: TiledHead = FAST_HEAD) -> Scores:
     """spmdrl's."""
     chunk = ModelConfig(path=".").logits_chunk_tokens
-    return next_token_logprobs(hidden, weight, None, targets, temperature=1.0, chunk=chunk, head=head)
+    return next_token_logprobs(hidden, weight, None, targets, HeadOptions(Scale(), chunk), head=head)
 
 
 def tiled_after_prompts(hidden: Tensor, weight: Tensor, targets: Tensor) -> Scores:
@@ -72,12 +73,10 @@ def divergence(
 ) -> Scores:
     """spmdrl's Jensen-Shannon divergence, whose second pass needs the most; in the place of log-probabilities."""
     _, entropy, distance = next_token_divergence(
-        *(hidden, weight, None, targets),
+        *(hidden, weight, None, targets, HeadOptions(Scale(), ModelConfig(path=".").logits_chunk_tokens)),
         teacher_hidden=teacher_hidden,
-        teacher=TeacherHead(weight=teacher_weight, bias=None, temperature=1.0),
+        teacher=TeacherHead(weight=teacher_weight, bias=None, scale=Scale()),
         kind="jsd",
-        temperature=1.0,
-        chunk=ModelConfig(path=".").logits_chunk_tokens,
     )
     return distance, entropy
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.kl import Divergence, merged_divergence
 from spmdrl.model import logits_tile
-from spmdrl.model.logits_tile import Tile
+from spmdrl.model.logits_tile import GradientTerms, Scale, Tile
 from spmdrl.model.logprobs import (
     FAST_HEAD,
     Head,
+    HeadOptions,
     Linear,
     merged_over,
     next_token_logprobs_of,
@@ -49,8 +49,7 @@ class TeacherHead:
 
     weight: Tensor  # [V, Dt], or this rank's rows [V/R, Dt] with a vocabulary mesh
     bias: Tensor | None  # [V] or [V/R]
-    temperature: float  # logits are divided by it; with the model's own factor in it, as in `Policy`
-    softcap: float | None = None
+    scale: Scale  # with the model's own factor in its temperature, as in `Policy`
 
 
 def next_token_divergence(
@@ -58,16 +57,13 @@ def next_token_divergence(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
+    options: HeadOptions,
+    head: Head = FAST_HEAD,
     *,
     teacher_hidden: Tensor | None = None,
     teacher: TeacherHead | TopTokens,
     kind: Divergence,
     beta: float = 0.5,
-    temperature: float,
-    chunk: int,
-    softcap: float | None = None,
-    vocabulary: DeviceMesh | None = None,
-    head: Head = FAST_HEAD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs [N], entropy [N], divergence [N]), float32 nats.
 
@@ -93,12 +89,7 @@ def next_token_divergence(
         raise ValueError(f"beta = {beta} is not between 0 and 1; at the ends, kind is forward or reverse")
     if isinstance(teacher, TopTokens):
         logprobs, entropy, of_tokens = next_token_logprobs_of(
-            *(hidden, weight, bias, targets, teacher.token_ids),
-            temperature=temperature,
-            chunk=chunk,
-            softcap=softcap,
-            vocabulary=vocabulary,
-            head=head,
+            hidden, weight, bias, targets, teacher.token_ids, options, head
         )
         return logprobs, entropy, merged_divergence(of_tokens, teacher.logprobs, kind=kind, beta=beta)
     assert teacher_hidden is not None, "a teacher's head needs its hidden states"
@@ -109,10 +100,9 @@ def next_token_divergence(
         )
     if len(hidden) != len(teacher_hidden):
         raise ValueError(f"{len(hidden)} hidden states of the student and {len(teacher_hidden)} of the teacher")
-    own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
     return _TiledDivergence.apply(
-        *(hidden, weight, bias, own, teacher_hidden, teacher.weight, teacher.bias),
-        *((temperature, softcap), (teacher.temperature, teacher.softcap), kind, beta, chunk, vocabulary, head),
+        *(hidden, weight, bias, targets - options.start(weight), teacher_hidden, teacher.weight, teacher.bias),
+        *(teacher.scale, kind, beta, options, head),
     )
 
 
@@ -121,11 +111,10 @@ class _Model:
     """One of both models: its head, at its hidden states."""
 
     linear: Linear
+    scale: Scale
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V]
-    temperature: float
-    softcap: float | None
 
     def logits(self, rows: slice, slab: slice) -> Tensor:
         """Compute a tile of logits."""
@@ -137,13 +126,7 @@ class _Model:
 
     def z_of(self, logits: Tensor) -> Tensor:
         """Compute the same of float32 logits, which it overwrites."""
-        return logits_tile.scaled(logits, self.temperature, self.softcap).clamp_min_(logits_tile.FORBIDDEN)
-
-    def slope(self, z: Tensor) -> Tensor | None:
-        """Compute the soft cap's slope; None without one."""
-        if self.softcap is None:
-            return None
-        return z.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
+        return self.scale.z(logits).clamp_min_(logits_tile.FORBIDDEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +162,15 @@ class _TiledDivergence(torch.autograd.Function):
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
         teacher_bias: Tensor | None,
-        scale: tuple[float, float | None],
-        teacher_scale: tuple[float, float | None],
+        teacher_scale: Scale,
         kind: Divergence,
         beta: float,
-        chunk: int,
-        vocabulary: DeviceMesh | None,
+        options: HeadOptions,
         head: Head,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        student = _Model(head.linear, hidden, weight, bias, *scale)
-        teacher = _Model(head.linear, teacher_hidden, teacher_weight, teacher_bias, *teacher_scale)
-        chunk = max(1, min(chunk, len(hidden)))
+        student = _Model(head.linear, options.scale, hidden, weight, bias)
+        teacher = _Model(head.linear, teacher_scale, teacher_hidden, teacher_weight, teacher_bias)
+        vocabulary, chunk = options.vocabulary, max(1, min(options.chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
         # Both models' tiles share the room of one: half of the tokens, for columns decide how tiles are merged.
         chunks = slices_of(len(hidden), -(-chunk // 2))
@@ -217,8 +198,8 @@ class _TiledDivergence(torch.autograd.Function):
             *(normalizers.student, normalizers.teacher, normalizers.log_ratio, entropy, mean),
         )
         ctx.set_materialize_grads(False)  # what is unused costs nothing in backward
-        ctx.scale, ctx.teacher_scale, ctx.kind, ctx.beta = scale, teacher_scale, kind, beta
-        ctx.chunks, ctx.slabs, ctx.vocabulary, ctx.head, ctx.tile = chunks, slabs, vocabulary, head, tile
+        ctx.teacher_scale, ctx.kind, ctx.beta, ctx.options = teacher_scale, kind, beta, options
+        ctx.chunks, ctx.slabs, ctx.head, ctx.tile = chunks, slabs, head, tile
         return logprobs, entropy, divergence
 
     @staticmethod
@@ -229,47 +210,30 @@ class _TiledDivergence(torch.autograd.Function):
         hidden, weight, bias, targets, *of_teacher = ctx.saved_tensors[:7]
         *normalizers, entropy, mean = ctx.saved_tensors[7:]
         both = _Normalizers(*normalizers)
-        student = _Model(ctx.head.linear, hidden, weight, bias, *ctx.scale)
-        teacher = _Model(ctx.head.linear, *of_teacher, *ctx.teacher_scale)
+        scale: Scale = ctx.options.scale
+        student = _Model(ctx.head.linear, scale, hidden, weight, bias)
+        teacher = _Model(ctx.head.linear, ctx.teacher_scale, *of_teacher)
         has_scores = grad_logprobs is not None or grad_entropy is not None
-        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / student.temperature
-        by_entropy = None if grad_entropy is None else grad_entropy / student.temperature
-        by_divergence = None if grad_divergence is None else grad_divergence / student.temperature
+        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / scale.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / scale.temperature
+        by_divergence = None if grad_divergence is None else grad_divergence / scale.temperature
+        terms = GradientTerms(both.student, entropy, by_logprob, by_entropy)
 
         def of_tile(rows: slice, slab: slice) -> Tensor:
             logits, total = student.logits(rows, slab), None
             if by_divergence is not None:
                 z = student.z_of(logits.to(torch.float32, copy=has_scores))
-                slope = student.slope(z)
+                slope = scale.slope(z)
                 total = _gradient(ctx.kind, ctx.beta, z, teacher.z(rows, slab), both.part(rows), mean[rows, None])
                 total.mul_(by_divergence[rows, None])
                 total = total if slope is None else total.mul_(slope)
                 if not has_scores:
                     return total.to(logits.dtype)
-            of_scores: Tensor = ctx.tile.gradient(
-                logits,
-                targets[rows],
-                slab.start,
-                temperature=student.temperature,
-                softcap=student.softcap,
-                log_normalizer=both.student[rows],
-                entropy=entropy[rows],
-                by_logprob=by_logprob[rows],
-                by_entropy=part_of(by_entropy, rows),
-            )
+            of_scores: Tensor = ctx.tile.gradient(logits, targets[rows], slab.start, scale, terms.of(rows))
             return of_scores if total is None else of_scores.add_(total)
 
-        gradients = summed_gradients(
-            hidden,
-            weight,
-            bias,
-            of_tile,
-            needed=ctx.needs_input_grad[:3],
-            chunks=ctx.chunks,
-            slabs=ctx.slabs,
-            vocabulary=ctx.vocabulary,
-        )
-        return *gradients, *(None,) * 11
+        tiles = (ctx.needs_input_grad[:3], ctx.chunks, ctx.slabs, ctx.options.vocabulary)
+        return *summed_gradients(hidden, weight, bias, of_tile, *tiles), *(None,) * 9
 
 
 # Sums over a part of the vocabulary are [9, N] float32: the student's and the teacher's summary (`logits_tile`), and
@@ -294,10 +258,7 @@ def _extended(
         """Return a copy of z, where that is needed, and the summary."""
         logits = model.logits(rows, slab)
         z = None if kind == "jsd" else model.z_of(logits.to(torch.float32, copy=True))
-        summary = tile.summary(
-            logits, targets, slab.start, temperature=model.temperature, softcap=model.softcap, before=before
-        )
-        return z, summary
+        return z, tile.summary(logits, targets, slab.start, model.scale, before)
 
     z, summary = summarised(student, part_of(before, slice(4)))
     teacher_z, teacher_summary = summarised(teacher, part_of(before, slice(4, 8)))

@@ -1,7 +1,7 @@
 """A tile of logits [N, W], N tokens by W entries of the vocabulary: reduced, or replaced by its gradient.
 
-This is the implementation in torch; `logits_tile_triton` is the one for CUDA. z are the logits over the temperature,
-p is the softmax over the whole vocabulary, and H its entropy. With a soft cap c, a logit x counts as c tanh(x / c).
+This is the implementation in torch; `logits_tile_triton` is the one for CUDA. z are the logits as `Scale` makes them, p
+is the softmax over the whole vocabulary, and H its entropy.
 
 A summary [4, N] float32 is the state of an online softmax (logsumexp) over a part of the vocabulary: for each token the
 largest z; the sums of exp(z - largest) and of exp(z - largest) (z - largest); the target's z, or 0 when the target is
@@ -10,7 +10,7 @@ in another part. Of K other tokens than the target, `z_at` has the same, for [4 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,35 +19,49 @@ from torch import Tensor
 FORBIDDEN = -1e30
 
 
+class Scale(NamedTuple):
+    """What makes z of logits x: a soft cap c, with c tanh(x / c), and then the temperature, which divides them."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    def z(self, logits: Tensor) -> Tensor:
+        """Return z in float32; overwrites float32 logits."""
+        wide = logits.float()
+        if self.softcap is not None:
+            wide = wide.div_(self.softcap).tanh_().mul_(self.softcap)
+        return wide if self.temperature == 1.0 else wide.div_(self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """Return the slope of the soft cap, 1 - tanh(x / c)^2; None without one."""
+        if self.softcap is None:
+            return None
+        return z.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
+
+
+class GradientTerms(NamedTuple):
+    """What gradients depend on besides logits and targets, [N] float32 each."""
+
+    log_normalizer: Tensor  # of each token's whole distribution, in nats, as the entropy
+    entropy: Tensor
+    by_logprob: Tensor  # the loss's derivative by the target's log-probability
+    by_entropy: Tensor | None  # by the entropy; None where that is unused
+
+    def of(self, rows: slice) -> GradientTerms:
+        """Return those of some tokens."""
+        return GradientTerms(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
 class Tile(Protocol):
     """An implementation of both operations, which may overwrite the logits; a module with these functions is one."""
 
     def summary(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        start: int,
-        *,
-        temperature: float,
-        softcap: float | None = None,
-        before: Tensor | None = None,
+        self, logits: Tensor, targets: Tensor, start: int, scale: Scale, before: Tensor | None = None
     ) -> Tensor:
         """Summarise the tile's part of the vocabulary, and the parts before it."""
         ...
 
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        start: int,
-        *,
-        temperature: float,
-        log_normalizer: Tensor,
-        entropy: Tensor,
-        by_logprob: Tensor,
-        by_entropy: Tensor | None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def gradient(self, logits: Tensor, targets: Tensor, start: int, scale: Scale, terms: GradientTerms) -> Tensor:
         """Compute the temperature times the gradient of a loss by the logits."""
         ...
 
@@ -64,20 +78,12 @@ def merged(one: Tensor, other: Tensor) -> Tensor:
     return torch.cat([torch.stack([top, total, weighted]), one[3:] + other[3:]])
 
 
-def summary(
-    logits: Tensor,
-    targets: Tensor,
-    start: int,
-    *,
-    temperature: float,
-    softcap: float | None = None,
-    before: Tensor | None = None,
-) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, scale: Scale, before: Tensor | None = None) -> Tensor:
     """Return the summary [4, N] of a tile [N, W], merged with that of the parts `before` it.
 
     targets [N] are entries of the vocabulary, and may lie outside of the tile, whose first column is entry `start`.
     """
-    z = scaled(logits, temperature, softcap)
+    z = scale.z(logits)
     is_inside, columns = _inside(targets - start, z.shape[1])
     target = z.gather(-1, columns[:, None])[:, 0].where(is_inside, 0.0)
     largest = z.clamp_min_(FORBIDDEN).amax(-1)
@@ -87,28 +93,15 @@ def summary(
     return part if before is None else merged(before, part)
 
 
-def gradient(
-    logits: Tensor,
-    targets: Tensor,
-    start: int,
-    *,
-    temperature: float,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
-    softcap: float | None = None,
-) -> Tensor:
+def gradient(logits: Tensor, targets: Tensor, start: int, scale: Scale, terms: GradientTerms) -> Tensor:
     """Compute the temperature times the gradient of a loss by the logits, [N, W] in their dtype: that by z, without a
     soft cap. targets and start are as in `summary`.
 
-    log_normalizer and entropy are those of each token's whole distribution, in nats. by_logprob and by_entropy are the
-    loss's derivatives by the target's log-probability and by the entropy; by_entropy is None where that is unused. All
-    are [N] float32. d logp_target / dz = onehot - p, and dH / dz = -p (log p + H); the slope of a soft cap is
-    1 - tanh(x / c)^2.
+    d logp_target / dz = onehot - p, and dH / dz = -p (log p + H).
     """
-    z = scaled(logits, temperature, softcap)
-    slope = None if softcap is None else z.mul(temperature / softcap).square_().neg_().add_(1.0)
+    log_normalizer, entropy, by_logprob, by_entropy = terms
+    z = scale.z(logits)
+    slope = scale.slope(z)
     log_p = z.sub_(log_normalizer[:, None])
     if by_entropy is None:
         grad = log_p.exp_().mul_(-by_logprob[:, None])
@@ -121,18 +114,10 @@ def gradient(
     return (grad if slope is None else grad.mul_(slope)).to(logits.dtype)
 
 
-def scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """Return z in float32; overwrites float32 logits."""
-    wide = logits.float()
-    if softcap is not None:
-        wide = wide.div_(softcap).tanh_().mul_(softcap)
-    return wide if temperature == 1.0 else wide.div_(temperature)
-
-
-def z_at(logits: Tensor, places: Tensor, *, temperature: float, softcap: float | None) -> Tensor:
+def z_at(logits: Tensor, places: Tensor, scale: Scale) -> Tensor:
     """Return z [K, N] at places [N, K] of a tile of logits, counted from its first column; 0 at those outside of it."""
     is_inside, columns = _inside(places, logits.shape[1])
-    return scaled(logits.gather(-1, columns), temperature, softcap).where(is_inside, 0.0).T
+    return scale.z(logits.gather(-1, columns)).where(is_inside, 0.0).T
 
 
 def add_at(grad: Tensor, places: Tensor, values: Tensor) -> None:

@@ -20,21 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from spmdrl.model import logits_tile
+from spmdrl.model.logits_tile import GradientTerms, Scale
 
 _FORBIDDEN = tl.constexpr(logits_tile.FORBIDDEN)
 _BLOCK = 4096  # logits of one token that a program holds at a time, 16 in each of its threads
 _WARPS = 8
 
 
-def summary(
-    logits: Tensor,
-    targets: Tensor,
-    start: int,
-    *,
-    temperature: float,
-    softcap: float | None = None,
-    before: Tensor | None = None,
-) -> Tensor:
+def summary(logits: Tensor, targets: Tensor, start: int, scale: Scale, before: Tensor | None = None) -> Tensor:
     """`logits_tile.summary`; leaves the logits as they are."""
     num_tokens, width = logits.shape
     assert logits.stride(1) == targets.stride(0) == 1, "rows are read as they lie in memory"
@@ -45,47 +38,31 @@ def summary(
         width,
         targets,
         start,
-        temperature,
-        softcap,
+        *scale,
         None if before is None else before.contiguous(),
         after,
         num_tokens,
-        IS_SCALED=temperature != 1.0,
+        IS_SCALED=scale.temperature != 1.0,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
     return after
 
 
-def gradient(
-    logits: Tensor,
-    targets: Tensor,
-    start: int,
-    *,
-    temperature: float,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
-    softcap: float | None = None,
-) -> Tensor:
+def gradient(logits: Tensor, targets: Tensor, start: int, scale: Scale, terms: GradientTerms) -> Tensor:
     """`logits_tile.gradient`; overwrites the logits."""
     num_tokens, width = logits.shape
-    of_tokens = [targets, log_normalizer, entropy, by_logprob, *([] if by_entropy is None else [by_entropy])]
-    assert all(x.stride(-1) == 1 for x in (logits, *of_tokens)), "rows are read as they lie in memory"
+    read = (logits, targets, *terms)
+    assert all(x.stride(-1) == 1 for x in read if x is not None), "rows are read as they lie in memory"
     _gradient[(num_tokens, triton.cdiv(width, _BLOCK))](
         logits,
         logits.stride(0),
         width,
         targets,
         start,
-        temperature,
-        softcap,
-        log_normalizer,
-        entropy,
-        by_logprob,
-        by_entropy,
-        IS_SCALED=temperature != 1.0,
+        *scale,
+        *terms,
+        IS_SCALED=scale.temperature != 1.0,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

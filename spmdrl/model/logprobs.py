@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.dist.collectives import gather_flat, sum_over
 from spmdrl.model import logits_tile
 from spmdrl.model.linear import add_product, adds_products, linear, outer
-from spmdrl.model.logits_tile import Tile
+from spmdrl.model.logits_tile import GradientTerms, Scale, Tile
 
 # Logits in a tile. On a CPU a tile this small stays in the cache, and the allocator reuses its memory. Larger ones are
 # returned to the operating system: with tiles twice as large, page faults took up to half of the time. On CUDA a
@@ -82,7 +82,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
 
     def extended(before: Tensor | None, slab: slice) -> Tensor:
         part = logits[:, slab].clone(memory_format=torch.contiguous_format)
-        return tile.summary(part, targets, slab.start, temperature=1.0, before=before)
+        return tile.summary(part, targets, slab.start, Scale(), before)
 
     return scores_of(over_slabs(slabs, extended))[0]
 
@@ -92,33 +92,36 @@ def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:
     return values.new_zeros(size).index_copy(0, places, values)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How log-probabilities follow from hidden states [N, D] and a head, weight [V, D] and bias [V].
+
+    Only one tile of logits exists at a time: at most `chunk` tokens by as much of the vocabulary as fits.
+
+    With a `vocabulary` mesh of R ranks, each rank passes its own rows of the head in mesh order, weight [V/R, D] and
+    bias [V/R], and the same hidden states and targets. All of its ranks must call what takes these options, and its
+    backward pass, together. The results and the gradient of hidden are then complete on every rank; the gradients of
+    weight and bias are those of the rank's own rows.
+    """
+
+    scale: Scale
+    chunk: int
+    vocabulary: DeviceMesh | None = None
+
+    def start(self, weight: Tensor) -> int:
+        """Return the entry of the vocabulary of this rank's first row."""
+        return 0 if self.vocabulary is None else self.vocabulary.get_local_rank() * len(weight)
+
+
 def next_token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk: int,
-    softcap: float | None = None,
-    vocabulary: DeviceMesh | None = None,
-    head: Head = FAST_HEAD,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions, head: Head = FAST_HEAD
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs [N], entropy [N]), float32 nats: of token targets[i], and of the distribution it came from.
 
-    hidden is [N, D], weight [V, D], bias [V]. Logits are capped softly where there is a `softcap`, and divided by
-    `temperature`, in float32. Only one tile of them exists at a time: at most `chunk` tokens by as much of the
-    vocabulary as fits. Backward computes them again.
-
-    With a `vocabulary` mesh of R ranks, each rank passes its own rows of the head in mesh order, weight [V/R, D] and
-    bias [V/R], and the same hidden states and targets. All of its ranks must call this, and its backward pass,
-    together. The results and the gradient of hidden are then complete on every rank; the gradients of weight and bias
-    are those of the rank's own rows.
+    Backward computes the tiles of logits again.
     """
-    own = targets if vocabulary is None else targets - vocabulary.get_local_rank() * len(weight)
-    logprobs, entropy, _ = _TiledHead.apply(
-        *(hidden, weight, bias, own, None, temperature, softcap, chunk, vocabulary, head)
-    )
+    own = targets - options.start(weight)
+    logprobs, entropy, _ = _TiledHead.apply(hidden, weight, bias, own, None, options, head)
     return logprobs, entropy
 
 
@@ -128,22 +131,18 @@ def next_token_logprobs_of(
     bias: Tensor | None,
     targets: Tensor,
     others: Tensor,
-    *,
-    temperature: float,
-    chunk: int,
-    softcap: float | None = None,
-    vocabulary: DeviceMesh | None = None,
+    options: HeadOptions,
     head: Head = FAST_HEAD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `next_token_logprobs`, and the logprobs [N, K] of other tokens `others` [N, K].
 
     Gradients come from all three.
     """
-    start = 0 if vocabulary is None else vocabulary.get_local_rank() * len(weight)
-    logprobs, entropy, of_others = _TiledHead.apply(
-        *(hidden, weight, bias, targets - start, others - start, temperature, softcap, chunk, vocabulary, head)
+    start = options.start(weight)
+    scores: tuple[Tensor, Tensor, Tensor] = _TiledHead.apply(
+        hidden, weight, bias, targets - start, others - start, options, head
     )
-    return logprobs, entropy, of_others
+    return scores
 
 
 class _TiledHead(torch.autograd.Function):
@@ -160,24 +159,17 @@ class _TiledHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         others: Tensor | None,
-        temperature: float,
-        softcap: float | None,
-        chunk: int,
-        vocabulary: DeviceMesh | None,
+        options: HeadOptions,
         head: Head,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        chunk = max(1, min(chunk, len(hidden)))
+        chunk = max(1, min(options.chunk, len(hidden)))
         slabs, tile = head.slabs(len(weight), chunk, hidden.device.type), head.tile_on(hidden.device.type)
         chunks = slices_of(len(hidden), chunk)
 
         def extended(rows: slice, before: Tensor | None, slab: slice) -> Tensor:
             logits = head.linear(hidden[rows], weight[slab], part_of(bias, slab))
-            places = None if others is None else others[rows] - slab.start
-            z = None if places is None else logits_tile.z_at(logits, places, temperature=temperature, softcap=softcap)
-            four = part_of(before, slice(4))
-            after = tile.summary(
-                logits, targets[rows], slab.start, temperature=temperature, softcap=softcap, before=four
-            )
+            z = None if others is None else logits_tile.z_at(logits, others[rows] - slab.start, options.scale)
+            after = tile.summary(logits, targets[rows], slab.start, options.scale, part_of(before, slice(4)))
             if z is None:
                 return after
             return torch.cat([after, z if before is None else z + before[4:]])
@@ -186,13 +178,12 @@ class _TiledHead(torch.autograd.Function):
         summary = torch.empty(4 + num_others, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks:
             summary[:, rows] = over_slabs(slabs, functools.partial(extended, rows))
-        if vocabulary is not None:
-            summary = merged_over(vocabulary, logits_tile.merged, summary)
+        if options.vocabulary is not None:
+            summary = merged_over(options.vocabulary, logits_tile.merged, summary)
         logprobs, entropy, log_normalizer = scores_of(summary[:4])
         ctx.save_for_backward(hidden, weight, bias, targets, others, log_normalizer, entropy)
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in backward
-        ctx.temperature, ctx.softcap, ctx.vocabulary = temperature, softcap, vocabulary
-        ctx.chunks, ctx.slabs, ctx.head, ctx.tile = chunks, slabs, head, tile
+        ctx.options, ctx.chunks, ctx.slabs, ctx.head, ctx.tile = options, chunks, slabs, head, tile
         return logprobs, entropy, None if others is None else ((summary[4:] - summary[0]) - summary[1].log()).T
 
     @staticmethod
@@ -201,49 +192,31 @@ class _TiledHead(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, others, log_normalizer, entropy = ctx.saved_tensors
-        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / ctx.temperature
-        by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
+        scale: Scale = ctx.options.scale
+        by_logprob = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs / scale.temperature
+        by_entropy = None if grad_entropy is None else grad_entropy / scale.temperature
 
         of_tokens = tokens = None
         if grad_others is not None:
             # All tokens share one softmax; each one's own logit is added at its place, and none is a tile's target.
-            of_tokens = torch.cat([by_logprob[:, None], grad_others / ctx.temperature], 1)
+            of_tokens = torch.cat([by_logprob[:, None], grad_others / scale.temperature], 1)
             tokens, by_logprob = torch.cat([targets[:, None], others], 1), of_tokens.sum(1)
             targets = torch.full_like(targets, -1)
+        terms = GradientTerms(log_normalizer, entropy, by_logprob, by_entropy)
 
         def of_tile(rows: slice, slab: slice) -> Tensor:
             logits = ctx.head.linear(hidden[rows], weight[slab], part_of(bias, slab))
-            places = None if tokens is None else tokens[rows] - slab.start
-            slope: Tensor | float = 1.0
-            if ctx.softcap is not None and places is not None:
-                z = logits_tile.z_at(logits, places, temperature=ctx.temperature, softcap=ctx.softcap).T
-                slope = 1.0 - (z * (ctx.temperature / ctx.softcap)).square()
-            gradient: Tensor = ctx.tile.gradient(
-                logits,
-                targets[rows],
-                slab.start,
-                temperature=ctx.temperature,
-                softcap=ctx.softcap,
-                log_normalizer=log_normalizer[rows],
-                entropy=entropy[rows],
-                by_logprob=by_logprob[rows],
-                by_entropy=part_of(by_entropy, rows),
-            )
-            if places is not None and of_tokens is not None:
-                logits_tile.add_at(gradient, places, of_tokens[rows] * slope)
+            if tokens is None or of_tokens is None:
+                gradient: Tensor = ctx.tile.gradient(logits, targets[rows], slab.start, scale, terms.of(rows))
+                return gradient
+            places = tokens[rows] - slab.start
+            slope = None if scale.softcap is None else scale.slope(logits_tile.z_at(logits, places, scale).T)
+            gradient = ctx.tile.gradient(logits, targets[rows], slab.start, scale, terms.of(rows))
+            logits_tile.add_at(gradient, places, of_tokens[rows] if slope is None else of_tokens[rows] * slope)
             return gradient
 
-        gradients = summed_gradients(
-            hidden,
-            weight,
-            bias,
-            of_tile,
-            needed=ctx.needs_input_grad[:3],
-            chunks=ctx.chunks,
-            slabs=ctx.slabs,
-            vocabulary=ctx.vocabulary,
-        )
-        return *gradients, *(None,) * 7
+        tiles = (ctx.needs_input_grad[:3], ctx.chunks, ctx.slabs, ctx.options.vocabulary)
+        return *summed_gradients(hidden, weight, bias, of_tile, *tiles), *(None,) * 4
 
 
 def summed_gradients(
@@ -251,7 +224,6 @@ def summed_gradients(
     weight: Tensor,
     bias: Tensor | None,
     of_tile: Callable[[slice, slice], Tensor],
-    *,
     needed: Sequence[bool],
     chunks: list[slice],
     slabs: list[slice],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,7 +22,8 @@ from spmdrl.model.context import Style, context_attention, context_tree_attentio
 from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layer_states import NodeLevels
-from spmdrl.model.logprobs import place_at, predicting_tokens
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import HeadOptions, place_at, predicting_tokens
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
@@ -317,30 +318,20 @@ class Policy(PackedModel):
     ) -> None:
         """`vocabulary` is the mesh of ranks over which the head is split; None is this rank alone."""
         super().__init__(model, kernel=kernel, context=context, context_style=context_style)
-        self._scale = LogitScale.of(model.config)
-        self.temperature, self.softcap = temperature / self._scale.factor, self._scale.softcap
-        self.logits_chunk_tokens = logits_chunk_tokens
-        self.vocabulary = vocabulary
+        self._logit_scale = LogitScale.of(model.config)
+        self._options = HeadOptions(self._scale_at(temperature), logits_chunk_tokens, vocabulary)
         operators = operators_of(kernel)
-        self.next_token_logprobs, self.next_token_divergence = (
-            operators.next_token_logprobs,
-            operators.next_token_divergence,
-        )
+        self.next_token_logprobs = operators.next_token_logprobs
+        self.next_token_divergence = operators.next_token_divergence
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens, and in an update that distils the divergence of those
         for which there are a teacher's hidden states."""
         predicting, head = self._predict(micro_batch, micro_batch.predicted), self._head()
-        options: dict[str, Any] = {
-            "temperature": self.temperature,
-            "softcap": self.softcap,
-            "chunk": self.logits_chunk_tokens,
-            "vocabulary": self.vocabulary,
-        }
         if self.teaching is not None and micro_batch.teacher_outputs:
-            columns = self._taught(micro_batch, predicting, head, options)
+            columns = self._taught(micro_batch, predicting, head)
         else:
-            columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, **options)
+            columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, self._options)
         found = TokenLogprobs(*(self._per_token(column, predicting.tokens, micro_batch) for column in columns))
         return found if self.routers is None else self._with_routing(found, micro_batch, predicting, self.routers)
 
@@ -372,12 +363,12 @@ class Policy(PackedModel):
         head = self.model.get_output_embeddings()
         return own_weight(head.weight), None if head.bias is None else own_weight(head.bias)
 
+    def _scale_at(self, temperature: float) -> Scale:
+        """Return what makes z of the head's outputs, for distributions at a temperature."""
+        return Scale(temperature / self._logit_scale.factor, self._logit_scale.softcap)
+
     def _taught(
-        self,
-        micro_batch: MicroBatch,
-        predicting: _PredictingRows,
-        head: tuple[Tensor, Tensor | None],
-        options: Mapping[str, Any],
+        self, micro_batch: MicroBatch, predicting: _PredictingRows, head: tuple[Tensor, Tensor | None]
     ) -> Iterable[Tensor]:
         """Return logprobs, entropy and divergence [N] of the predicted tokens, those of each teacher in turn."""
         assert self.teaching is not None
@@ -390,8 +381,7 @@ class Policy(PackedModel):
             if isinstance(its_head, float):
                 weight, bias = (None if x is None else x.detach() for x in head)
                 assert weight is not None
-                own = its_head / self._scale.factor
-                its_head = TeacherHead(weight=weight, bias=bias, temperature=own, softcap=self.softcap)
+                its_head = TeacherHead(weight=weight, bias=bias, scale=self._scale_at(its_head))
             rows = self._on_device(torch.nonzero(mine).flatten())
             teacher: dict[str, Any] = (
                 {"teacher": said.to(rows.device)}
@@ -402,17 +392,17 @@ class Policy(PackedModel):
                 predicting.hidden[rows],
                 *head,
                 predicting.token_ids[rows],
+                self._options,
                 kind=self.teaching.kind,
                 beta=self.teaching.beta,
                 **teacher,
-                **options,
             )
             parts.append((rows, found))
             alone &= ~mine
         if alone.any() or not parts:  # alike on all ranks that share the head
             rows = self._on_device(torch.nonzero(alone).flatten())
             logprobs, entropy = self.next_token_logprobs(
-                predicting.hidden[rows], *head, predicting.token_ids[rows], **options
+                predicting.hidden[rows], *head, predicting.token_ids[rows], self._options
             )
             parts.append((rows, (logprobs, entropy, torch.zeros_like(entropy))))
         order = torch.cat([rows for rows, _ in parts])
@@ -432,11 +422,8 @@ class Policy(PackedModel):
             self._predict(micro_batch, micro_batch.taught_by(place)).hidden,
             weight[:num_rows],
             None if bias is None else bias[:num_rows],
+            self._options,
             k=k,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            chunk=self.logits_chunk_tokens,
-            vocabulary=self.vocabulary,
         )
 
     @torch.no_grad()
@@ -444,16 +431,16 @@ class Policy(PackedModel):
         """Copy the first `num_rows` of this rank's rows of the head."""
         weight, bias = ((None if x is None else x[:num_rows].detach().clone()) for x in self._head())
         assert weight is not None and len(weight) == num_rows, "a teacher knows fewer tokens than the policy"
-        return TeacherHead(weight=weight, bias=bias, temperature=self.temperature, softcap=self.softcap)
+        return TeacherHead(weight=weight, bias=bias, scale=self._options.scale)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
         """Compute distributions at another temperature inside this block."""
-        before, self.temperature = self.temperature, temperature / self._scale.factor
+        before, self._options = self._options, replace(self._options, scale=self._scale_at(temperature))
         try:
             yield
         finally:
-            self.temperature = before
+            self._options = before
 
     @contextmanager
     def learning_from(self, teaching: Teaching) -> Iterator[None]:
@@ -468,7 +455,7 @@ class Policy(PackedModel):
     def num_head_rows(self) -> int:
         """Rows of the head on this rank."""
         whole: int = self.model.config.get_text_config().vocab_size
-        return whole // (1 if self.vocabulary is None else self.vocabulary.size())
+        return whole // (1 if self._options.vocabulary is None else self._options.vocabulary.size())
 
 
 class ValueHead(nn.Module):

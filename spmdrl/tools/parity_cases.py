@@ -27,7 +27,7 @@ from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model.frozen import FrozenModel, reference_of
 from spmdrl.model.load import load_model_config, parallel_model_problems
-from spmdrl.model.logprobs import next_token_logprobs
+from spmdrl.model.logprobs import HeadOptions, next_token_logprobs
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.policy import Policy
 from spmdrl.model.routes import FREE, Routers
@@ -334,16 +334,10 @@ def whole_weights(policy: Policy, meshes: Meshes) -> dict[str, Tensor]:
 
 
 def plain_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float,
-    softcap: float | None = None,
-    **_: Any,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """`next_token_logprobs` of one rank in plain torch: all logits at once, differentiated by autograd."""
+    temperature, softcap = options.scale
     log_p = (LogitScale(softcap=softcap)(F.linear(hidden, weight, bias).float()) / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

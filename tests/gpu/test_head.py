@@ -10,7 +10,8 @@ import torch
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile
 from spmdrl.model.linear import linear
-from spmdrl.model.logprobs import FAST_HEAD, Head, next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import FAST_HEAD, Head, HeadOptions, next_token_logprobs
 from spmdrl.step.batch import lay_end_to_end
 from tests.helpers.device_sizes import CUT_OFF, EMULATED, sized
 from tests.helpers.logits_tiles import (
@@ -67,7 +68,7 @@ def test_the_whole_head_is_no_further_from_float64_than_with_torchs_tiles() -> N
             log_p = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
             scores = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
         else:
-            scores = next_token_logprobs(*leaves, None, targets, temperature=0.7, chunk=2048, head=head)
+            scores = next_token_logprobs(leaves[0], leaves[1], None, targets, HeadOptions(Scale(0.7), 2048), head)
         gradients = torch.autograd.grad((slope * (scores[0] + 0.3 * scores[1])).sum(), leaves)
         return [x.detach().double() for x in (*scores, *gradients)]
 

@@ -13,8 +13,8 @@ import spmdrl.model.logprobs
 from spmdrl.memory.activations import Decoder, logits_bytes
 from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
 from spmdrl.model.linear import adds_products, linear
-from spmdrl.model.logits_tile import Tile
-from spmdrl.model.logprobs import Head, next_token_logprobs
+from spmdrl.model.logits_tile import GradientTerms, Scale, Tile
+from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs
 from tests.helpers.live import PeakWatch
 
 # Of `Decoder`; the head's memory does not depend on them.
@@ -34,7 +34,7 @@ class Case:
 
     tiles: list[Tensor]  # [N, W] each
     targets: Tensor  # [N], counted from the first tile's first column; some lie in neither
-    columns: dict[str, Tensor]  # [N] float32 each, what `Tile.gradient` takes
+    terms: GradientTerms
 
 
 def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Case:
@@ -44,11 +44,10 @@ def case(num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -
     for tile in tiles:
         tile[:, 1::4] = -torch.inf
     tiles[0][num_tokens // 2] = -torch.inf
-    names = ("log_normalizer", "entropy", "by_logprob", "by_entropy")
-    columns = {name: torch.randn(num_tokens, generator=draw).to(device) for name in names}
-    columns["log_normalizer"] += 10
+    log_normalizer, *others = (torch.randn(num_tokens, generator=draw).to(device) for _ in range(4))
+    terms = GradientTerms(log_normalizer + 10, *others)
     targets = torch.randint(-width, 3 * width, (num_tokens,), generator=draw)
-    return Case([tile.to(device, dtype) for tile in tiles], targets.to(device), columns)
+    return Case([tile.to(device, dtype) for tile in tiles], targets.to(device), terms)
 
 
 @contextmanager
@@ -71,24 +70,24 @@ def _add_product(
     return out.copy_(product if beta == 0 else total + product)
 
 
-def summary_by(tile: Tile, of: Case, **scale: float | None) -> Tensor:
+def summary_by(tile: Tile, of: Case, scale: Scale) -> Tensor:
     """The summary of both tiles, one after the other."""
     first, second = of.tiles
-    before = tile.summary(first.clone(), of.targets, 0, **scale)
-    return tile.summary(second.clone(), of.targets, first.shape[1], before=before, **scale)
+    before = tile.summary(first.clone(), of.targets, 0, scale)
+    return tile.summary(second.clone(), of.targets, first.shape[1], scale, before)
 
 
-def gradient_by(tile: Tile, of: Case, *, uses_entropy: bool, **scale: float | None) -> Tensor:
+def gradient_by(tile: Tile, of: Case, scale: Scale, *, uses_entropy: bool) -> Tensor:
     """The gradient of the first tile."""
-    columns = of.columns if uses_entropy else {**of.columns, "by_entropy": None}
-    return tile.gradient(of.tiles[0].clone(), of.targets, 0, **scale, **columns)
+    terms = of.terms if uses_entropy else of.terms._replace(by_entropy=None)
+    return tile.gradient(of.tiles[0].clone(), of.targets, 0, scale, terms)
 
 
 def require_same(one: Tile, other: Tile, of: Case, temperature: float, softcap: float | None = None) -> None:
     """Both implementations agree: float32 to 1e-6, on a device to what `require_near` asks, half precision to its last
     bit."""
-    scale = {"temperature": temperature, "softcap": softcap}
-    ours, theirs = (summary_by(tile, of, **scale) for tile in (one, other))
+    scale = Scale(temperature, softcap)
+    ours, theirs = (summary_by(tile, of, scale) for tile in (one, other))
     on_device = ours.is_cuda
     # The largest and the target's are chosen, not computed; but on CUDA torch multiplies by the temperature's inverse.
     if softcap is None and (temperature == 1.0 or not on_device):
@@ -97,7 +96,7 @@ def require_same(one: Tile, other: Tile, of: Case, temperature: float, softcap: 
     torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
     dtype = of.tiles[0].dtype
     for uses_entropy in (False, True):
-        ours, theirs = (gradient_by(tile, of, uses_entropy=uses_entropy, **scale) for tile in (one, other))
+        ours, theirs = (gradient_by(tile, of, scale, uses_entropy=uses_entropy) for tile in (one, other))
         assert ours.dtype == theirs.dtype == dtype
         if on_device and dtype == torch.float32:
             require_near(ours, theirs)
@@ -126,14 +125,14 @@ def peak_over_prediction(
         torch.randn(rows, hidden_size, device=device_type).to(dtype).requires_grad_() for rows in (tokens, vocabulary)
     )
     targets = torch.arange(tokens, device=device_type)
-    options = {"temperature": 0.7, "chunk": chunk, "head": Head(linear, tile=tile)}
-    teacher = TeacherHead(weight=torch.randn_like(weight), bias=None, temperature=1.0)
+    inputs = (hidden, weight, None, targets, HeadOptions(Scale(0.7), chunk), Head(linear, tile=tile))
+    teacher = TeacherHead(weight=torch.randn_like(weight), bias=None, scale=Scale())
     taught = {"teacher": teacher, "teacher_hidden": torch.randn_like(hidden), "kind": kind}
     with PeakWatch(interpreted=on_gpu and device_type == "cpu") as watch:
         if kind is None:
-            outputs: tuple[torch.Tensor, ...] = next_token_logprobs(hidden, weight, None, targets, **options)
+            outputs: tuple[torch.Tensor, ...] = next_token_logprobs(*inputs)
         else:
-            outputs = next_token_divergence(hidden, weight, None, targets, **options, **taught)
+            outputs = next_token_divergence(*inputs, **taught)
         sum(output.sum() for output in outputs).backward()
     sizes = {"hidden_size": hidden_size, "vocabulary": vocabulary, "tokens": tokens, "chunk": chunk}
     predicted = predicted_bytes(device_type, dtype, on_gpu=on_gpu, has_teacher=kind is not None, **sizes)

@@ -13,7 +13,8 @@ import spmdrl.model.logprobs
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
-from spmdrl.model.logprobs import next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import HeadOptions, next_token_logprobs
 from tests.helpers.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 70, 16, 24
@@ -52,9 +53,7 @@ def _scores_and_gradients(
     leaves = [whole.hidden, whole.weight[mine]] + ([] if whole.bias is None else [whole.bias[mine]])
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     hidden, weight, bias = (*leaves, None)[:3]
-    logprobs, entropy = next_token_logprobs(
-        hidden, weight, bias, whole.targets, temperature=0.7, chunk=chunk, vocabulary=mesh
-    )
+    logprobs, entropy = next_token_logprobs(hidden, weight, bias, whole.targets, HeadOptions(Scale(0.7), chunk, mesh))
     per_token = torch.linspace(-1, 1, TOKENS)
     loss = (per_token * logprobs).sum()
     if used == "both":
@@ -78,14 +77,11 @@ def _divergences(
     teacher_weight *= (2 * HIDDEN) ** -0.5
     own_bias = None if whole.bias is None else whole.bias[mine]
     outputs = next_token_divergence(
-        *(hidden, weight, bias, whole.targets),
+        *(hidden, weight, bias, whole.targets, HeadOptions(Scale(0.7), chunk, mesh)),
         teacher_hidden=teacher_hidden,
-        teacher=TeacherHead(weight=teacher_weight[mine], bias=own_bias, temperature=1.3),
+        teacher=TeacherHead(weight=teacher_weight[mine], bias=own_bias, scale=Scale(1.3)),
         kind=of,
         beta=0.3,
-        temperature=0.7,
-        chunk=chunk,
-        vocabulary=mesh,
     )
     slope = torch.linspace(-1, 1, TOKENS)
     loss = sum(factor * (slope * output).sum() for factor, output in zip((0.5, 0.3, 1.0), outputs, strict=True))
@@ -109,7 +105,7 @@ def _split_without_rows() -> list[Tensor]:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         leaves = [torch.ones(size).requires_grad_() for size in ((0, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))]
         scores = next_token_logprobs(
-            *leaves, torch.empty(0, dtype=torch.int64), temperature=0.7, chunk=4, vocabulary=build_meshes(world).world
+            *leaves, torch.empty(0, dtype=torch.int64), HeadOptions(Scale(0.7), 4, build_meshes(world).world)
         )
         return [*torch.autograd.grad(scores[0].sum() + scores[1].sum(), leaves)]
 

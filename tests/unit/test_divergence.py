@@ -15,7 +15,8 @@ from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import linear
-from spmdrl.model.logprobs import Head, next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Teaching
 from spmdrl.model.top_tokens import top_tokens
@@ -30,10 +31,10 @@ EXACT = 1e-6  # of a norm, in float32
 SMALL_TILES = Head(linear, columns=30)
 # Each with its beta.
 KINDS: list[tuple[Divergence, float]] = [("reverse", 0.5), ("forward", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)]
-SCALES: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 1.0, "softcap": None, "teacher_temperature": 1.0, "teacher_softcap": None},
-    "temperatures": {"temperature": 0.7, "softcap": None, "teacher_temperature": 1.3, "teacher_softcap": None},
-    "caps": {"temperature": 0.7, "softcap": 2.5, "teacher_temperature": 1.0, "teacher_softcap": 3.0},
+SCALES = {  # the student's and the teacher's
+    "plain": (Scale(), Scale()),
+    "temperatures": (Scale(0.7), Scale(1.3)),
+    "caps": (Scale(0.7, softcap=2.5), Scale(1.0, softcap=3.0)),
 }
 
 each_kind = pytest.mark.parametrize(("kind", "beta"), KINDS)
@@ -49,8 +50,7 @@ class Case:
     targets: Tensor
     teacher_hidden: Tensor
     teacher: TeacherHead
-    temperature: float = 1.0
-    softcap: float | None = None
+    scale: Scale = SCALES["plain"][0]
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ def case(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
 
-    of = SCALES[scale]
+    of_student, of_teacher = SCALES[scale]
     return Case(
         random(tokens, HIDDEN),
         random(vocabulary, HIDDEN) / HIDDEN**0.5,
@@ -85,29 +85,24 @@ def case(
         TeacherHead(
             weight=random(vocabulary, TEACHER_HIDDEN) / TEACHER_HIDDEN**0.5,
             bias=random(vocabulary) if with_bias else None,
-            temperature=of["teacher_temperature"],
-            softcap=of["teacher_softcap"],
+            scale=of_teacher,
         ),
-        of["temperature"],
-        of["softcap"],
+        of_student,
     )
 
 
 def tiled(of: Case, kind: Divergence, beta: float, chunk: int = 16, head: Head = SMALL_TILES) -> tuple[Tensor, ...]:
     return next_token_divergence(
-        *(of.hidden, of.weight, of.bias, of.targets),
+        *(of.hidden, of.weight, of.bias, of.targets, HeadOptions(of.scale, chunk), head),
         teacher_hidden=of.teacher_hidden,
         teacher=of.teacher,
         kind=kind,
         beta=beta,
-        temperature=of.temperature,
-        softcap=of.softcap,
-        chunk=chunk,
-        head=head,
     )
 
 
-def log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
+def log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Scale) -> Tensor:
+    temperature, softcap = scale
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     return (logits / temperature).log_softmax(-1)
@@ -115,14 +110,11 @@ def log_p(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
 
 def whole(of: Case, kind: Divergence, beta: float, k: int | None = None) -> tuple[Tensor, ...]:
     """All of [T, V] in float64, by the definitions; with `k`, all but the teacher's k most probable tokens are one."""
-    student = log_p(
-        *(None if x is None else x.double() for x in (of.hidden, of.weight, of.bias)), of.temperature, of.softcap
-    )
+    student = log_p(*(None if x is None else x.double() for x in (of.hidden, of.weight, of.bias)), of.scale)
     head = of.teacher
     teacher = log_p(
         *(None if x is None else x.double() for x in (of.teacher_hidden, head.weight, head.bias)),
-        head.temperature,
-        head.softcap,
+        head.scale,
     )
 
     scores = student.gather(-1, of.targets[:, None])[:, 0], -(student.exp() * student).sum(-1)
@@ -145,28 +137,16 @@ def whole(of: Case, kind: Divergence, beta: float, k: int | None = None) -> tupl
 
 def merged(of: Case, kind: Divergence, beta: float, top: TopTokens, num_rows: int = 16) -> tuple[Tensor, ...]:
     return next_token_divergence(
-        *(of.hidden, of.weight, of.bias, of.targets),
+        *(of.hidden, of.weight, of.bias, of.targets, HeadOptions(of.scale, num_rows), SMALL_TILES),
         teacher=top,
         kind=kind,
         beta=beta,
-        temperature=of.temperature,
-        softcap=of.softcap,
-        chunk=num_rows,
-        head=SMALL_TILES,
     )
 
 
-def top_of(of: Case, k: int, **options: Any) -> TopTokens:
+def top_of(of: Case, k: int) -> TopTokens:
     head = of.teacher
-    return top_tokens(
-        *(of.teacher_hidden, head.weight, head.bias),
-        k=k,
-        temperature=head.temperature,
-        softcap=head.softcap,
-        chunk=16,
-        head=SMALL_TILES,
-        **options,
-    )
+    return top_tokens(of.teacher_hidden, head.weight, head.bias, HeadOptions(head.scale, 16), SMALL_TILES, k=k)
 
 
 def results(of: Case, function: Any, used: str = "all") -> list[Tensor]:
@@ -219,8 +199,8 @@ def test_top_tokens_of_the_student_itself_are_exactly_no_divergence(
     kind: Divergence, beta: float, dtype: torch.dtype
 ) -> None:
     """Without a soft cap: torch's tanh depends on where in memory a number is."""
-    of = replace(case(dtype=dtype), temperature=0.7)
-    same = TeacherHead(weight=of.weight, bias=of.bias, temperature=of.temperature)
+    of = replace(case(dtype=dtype), scale=Scale(0.7))
+    same = TeacherHead(weight=of.weight, bias=of.bias, scale=of.scale)
     top = top_of(replace(of, teacher=same, teacher_hidden=of.hidden), 9)
     assert len(top.token_ids.unique(dim=1)[0]) == 9 and (top.logprobs.diff(dim=1) <= 0).all()
     _, _, divergence, *gradients = results(of, lambda of: merged(of, kind, beta, top), "divergence")
@@ -271,7 +251,7 @@ def test_of_a_teacher_that_is_the_student_all_is_exactly_zero(
     kind: Divergence, beta: float, dtype: torch.dtype, scale: str
 ) -> None:
     of = case(scale, dtype=dtype)
-    same = TeacherHead(weight=of.weight, bias=of.bias, temperature=of.temperature, softcap=of.softcap)
+    same = TeacherHead(weight=of.weight, bias=of.bias, scale=of.scale)
     of = replace(of, teacher=same, teacher_hidden=of.hidden)
     _, _, divergence, *gradients = results(of, lambda of: tiled(of, kind, beta), "divergence")
     assert all(torch.equal(x, torch.zeros_like(x)) for x in (divergence, *gradients))
@@ -281,7 +261,7 @@ def test_of_a_teacher_that_is_the_student_all_is_exactly_zero(
 def test_a_teacher_near_the_student_is_measured(kind: Divergence, beta: float) -> None:
     """A divergence that is a millionth of the terms that it is summed from."""
     of = case()
-    near = TeacherHead(weight=of.weight + 2e-3 * of.teacher.weight[:, :HIDDEN], bias=of.bias, temperature=1.0)
+    near = TeacherHead(weight=of.weight + 2e-3 * of.teacher.weight[:, :HIDDEN], bias=of.bias, scale=Scale())
     of = replace(of, teacher=near, teacher_hidden=of.hidden)
     ours, true = (results(of, lambda of, f=f: f(of, kind, beta), "divergence") for f in (tiled, whole))
     assert true[2].mean() < 1e-5
@@ -298,11 +278,7 @@ def test_logprobs_and_entropy_are_those_of_the_plain_head_to_the_bit(
 
     def plain(of: Case) -> tuple[Tensor, ...]:
         scores = next_token_logprobs(
-            *(of.hidden, of.weight, of.bias, of.targets),
-            temperature=of.temperature,
-            softcap=of.softcap,
-            chunk=8,
-            head=SMALL_TILES,
+            *(of.hidden, of.weight, of.bias, of.targets, HeadOptions(of.scale, 8), SMALL_TILES)
         )
         return *scores, torch.zeros(TOKENS)
 
@@ -359,8 +335,8 @@ def test_what_only_one_allows_is_infinitely_far() -> None:
 def whole_of_allowed(of: Case) -> Tensor:
     """The Jensen-Shannon divergence with beta 0.3 where one model forbids a token, in float64."""
     head = of.teacher
-    student = log_p(of.hidden.double(), of.weight.double(), of.bias.double(), 1.0, None)
-    teacher = log_p(of.teacher_hidden.double(), head.weight.double(), head.bias.double(), 1.0, None)
+    student = log_p(of.hidden.double(), of.weight.double(), of.bias.double(), Scale())
+    teacher = log_p(of.teacher_hidden.double(), head.weight.double(), head.bias.double(), Scale())
     mixture = 0.3 * teacher.exp() + 0.7 * student.exp()
     entropies = [torch.special.entr(p).sum(-1) for p in (mixture, teacher.exp(), student.exp())]
     return entropies[0] - 0.3 * entropies[1] - 0.7 * entropies[2]
@@ -370,7 +346,7 @@ def whole_of_allowed(of: Case) -> Tensor:
 def test_probabilities_that_are_far_apart_have_finite_gradients(kind: Divergence, beta: float) -> None:
     """Each model gives nearly all to one token; these differ by 200 nats."""
     shift = torch.tensor([200.0, 0.0, 0.0, 0.0])
-    teacher = TeacherHead(weight=torch.zeros(4, 3), bias=shift.flip(0), temperature=1.0)
+    teacher = TeacherHead(weight=torch.zeros(4, 3), bias=shift.flip(0), scale=Scale())
     of = Case(torch.ones(2, 2), torch.zeros(4, 2), shift, torch.tensor([0, 3]), torch.ones(2, 3), teacher)
     ours, true = (results(of, lambda of, f=f: f(of, kind, beta), "divergence") for f in (tiled, whole))
     for one, other in zip(ours[2:], true[2:], strict=True):
@@ -435,14 +411,14 @@ def test_the_heads_own_tiles_reduce_what_is_of_one_model_alone() -> None:
 def test_each_kernels_operators_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log-probabilities have the bits of the kernel's own head."""
     kernels_on_cpu.use(monkeypatch)
-    of, options = case(with_bias=False), {"temperature": 0.7, "chunk": 16}
+    of = case(with_bias=False)
     compared: dict[str, Any] = {"teacher_hidden": of.teacher_hidden, "teacher": of.teacher, "kind": "reverse"}
-    plain = tiled(replace(of, temperature=0.7), "reverse", 0.5)
+    plain = tiled(replace(of, scale=Scale(0.7)), "reverse", 0.5)
     for kernel in ("sdpa", "invariant", "sglang_fa3"):
         operators = operators_of(kernel)
-        inputs = (of.hidden, of.weight, None, of.targets)
-        *scores, divergence = operators.next_token_divergence(*inputs, **compared, **options)
-        expected = operators.next_token_logprobs(*inputs, **options)
+        inputs = (of.hidden, of.weight, None, of.targets, HeadOptions(Scale(0.7), 16))
+        *scores, divergence = operators.next_token_divergence(*inputs, **compared)
+        expected = operators.next_token_logprobs(*inputs)
         limit = 1e-6 if kernel == "sdpa" else 0.0
         torch.testing.assert_close(scores, list(expected), rtol=limit, atol=limit, msg=kernel)
         torch.testing.assert_close(divergence, plain[2], rtol=1e-5, atol=1e-6)

@@ -20,7 +20,8 @@ from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.exact import invariant
 from spmdrl.model.kernels import SequenceLayout, causal_attention
-from spmdrl.model.logprobs import FAST_HEAD, Head, logprobs_of_logits, next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import FAST_HEAD, Head, HeadOptions, logprobs_of_logits, next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_between
 from spmdrl.model.sharding import decoder_layers
@@ -230,7 +231,7 @@ def test_a_vocabulary_of_several_slabs_is_scored_alike(monkeypatch: pytest.Monke
     hidden, weight, targets = torch.randn(70, 24), torch.randn(VOCABULARY, 24), torch.randint(VOCABULARY, (70,))
 
     def scores(head: Head, chunk: int) -> torch.Tensor:
-        return next_token_logprobs(hidden, weight, None, targets, temperature=TEMPERATURE, chunk=chunk, head=head)[0]
+        return next_token_logprobs(hidden, weight, None, targets, HeadOptions(Scale(TEMPERATURE), chunk), head=head)[0]
 
     logits = invariant.linear(hidden, weight) / TEMPERATURE
     for chunk in (1, 9, 70):

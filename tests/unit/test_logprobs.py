@@ -12,7 +12,8 @@ from spmdrl.config import ModelConfig
 from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
-from spmdrl.model.logprobs import Head, next_token_logprobs, place_at, predicting_tokens
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs, place_at, predicting_tokens
 from spmdrl.model.policy import TokenLogprobs
 from tests.helpers.logits_tiles import (
     PEAK_TILE_ELEMENTS,
@@ -69,13 +70,11 @@ def tiled(
     bias: Tensor | None,
     token_ids: Tensor,
     positions: Tensor,
-    *,
-    chunk: int,
-    **scale: float,
+    options: HeadOptions,
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
     rows = predicting_tokens(torch.ones(TOKENS, dtype=torch.bool), positions)
-    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], chunk=chunk, **scale)
+    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], options)
     logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
     return logprobs, entropy
 
@@ -98,7 +97,7 @@ def test_tiled_equals_whole(chunk: int, with_bias: bool, used: str, scale: dict[
     for kind in ("fast", "slow"):
         hidden, weight, bias, token_ids, positions = inputs(with_bias)
         if kind == "fast":
-            logprobs, entropy = tiled(hidden, weight, bias, token_ids, positions, chunk=chunk, **scale)
+            logprobs, entropy = tiled(hidden, weight, bias, token_ids, positions, HeadOptions(Scale(**scale), chunk))
         else:
             logprobs, entropy = plainly(hidden, weight, bias, token_ids, **scale)
         losses = {"logprobs": (per_token * logprobs).sum(), "entropy": 0.7 * (per_token.flip(0) * entropy).sum()}
@@ -122,7 +121,7 @@ def test_forbidden_tokens_count_as_if_they_were_not_there(chunk: int) -> None:
             head, shift, ids = weight, torch.where(allowed, bias, -torch.inf), token_ids
         else:
             head, shift, ids = weight[allowed], bias[allowed], (allowed.cumsum(0) - 1)[token_ids]
-        logprobs, entropy = tiled(hidden, head, shift, ids, positions, temperature=0.7, chunk=chunk)
+        logprobs, entropy = tiled(hidden, head, shift, ids, positions, HeadOptions(Scale(0.7), chunk))
         gradients = torch.autograd.grad((logprobs + 0.3 * entropy).sum(), (hidden, weight, bias))
         found.append((logprobs, entropy, *gradients))
     for with_forbidden, without in zip(*found, strict=True):
@@ -132,7 +131,7 @@ def test_forbidden_tokens_count_as_if_they_were_not_there(chunk: int) -> None:
 def test_a_forbidden_target_is_impossible() -> None:
     bias = torch.tensor([0.0, -torch.inf, 0.0])
     logprobs, _ = next_token_logprobs(
-        torch.zeros(2, 4), torch.zeros(3, 4), bias, torch.tensor([0, 1]), temperature=1.0, chunk=2
+        torch.zeros(2, 4), torch.zeros(3, 4), bias, torch.tensor([0, 1]), HeadOptions(Scale(), 2)
     )
     torch.testing.assert_close(logprobs, torch.tensor([0.5, 0.0]).log())
 
@@ -141,7 +140,7 @@ def test_a_forbidden_target_is_impossible() -> None:
 def test_low_precision_scores_are_those_of_its_logits_in_float32(dtype: torch.dtype) -> None:
     hidden, weight, _, token_ids, _ = inputs(with_bias=False)
     hidden, weight = (leaf.detach().to(dtype).requires_grad_() for leaf in (hidden, weight))
-    logprobs, entropy = next_token_logprobs(hidden, weight, None, token_ids, temperature=0.7, chunk=5)
+    logprobs, entropy = next_token_logprobs(hidden, weight, None, token_ids, HeadOptions(Scale(0.7), 5))
     log_p = (torch.nn.functional.linear(hidden, weight).float() / 0.7).log_softmax(-1)
     expected = log_p.gather(-1, token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-6)
@@ -156,7 +155,7 @@ def test_low_precision_scores_are_those_of_its_logits_in_float32(dtype: torch.dt
 def test_nothing_to_predict_has_gradients_of_zero() -> None:
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
     assert bias is not None
-    logprobs, entropy = next_token_logprobs(hidden[:0], weight, bias, token_ids[:0], temperature=1.0, chunk=4)
+    logprobs, entropy = next_token_logprobs(hidden[:0], weight, bias, token_ids[:0], HeadOptions(Scale(), 4))
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight, bias))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
@@ -166,7 +165,7 @@ def test_a_frozen_head_still_passes_gradients_on() -> None:
     assert bias is not None
 
     def gradient(*head: Tensor) -> Tensor:
-        logprobs, _ = next_token_logprobs(hidden, *head, token_ids, temperature=1.0, chunk=4)
+        logprobs, _ = next_token_logprobs(hidden, *head, token_ids, HeadOptions(Scale(), 4))
         return torch.autograd.grad(logprobs.sum(), hidden)[0]
 
     assert torch.equal(gradient(weight.detach(), bias.detach()), gradient(weight, bias))
@@ -181,7 +180,7 @@ def test_gradients_that_products_add_up_are_no_further_from_float64(tokens: int)
         hidden, weight, bias = (leaf.to(dtype).requires_grad_() for leaf in leaves)
         targets, slope = torch.arange(tokens) % 97, torch.linspace(-1, 1, tokens)
         head = Head(torch.nn.functional.linear, columns=30)
-        logprobs, entropy = next_token_logprobs(hidden, weight, bias, targets, temperature=0.7, chunk=16, head=head)
+        logprobs, entropy = next_token_logprobs(hidden, weight, bias, targets, HeadOptions(Scale(0.7), 16), head=head)
         return [x.double() for x in torch.autograd.grad((slope * (logprobs + entropy)).sum(), (hidden, weight, bias))]
 
     exact, plain = gradients(torch.float32), gradients(torch.bfloat16)
@@ -203,7 +202,7 @@ def test_no_tile_holds_more_logits_than_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(spmdrl.model.logprobs.TILE_ELEMENTS, "cpu", 12)
     hidden, weight, bias, token_ids, _ = inputs(with_bias=True)
     head = Head(watched)
-    logprobs, _ = next_token_logprobs(hidden, weight, bias, token_ids, temperature=1.0, chunk=4, head=head)
+    logprobs, _ = next_token_logprobs(hidden, weight, bias, token_ids, HeadOptions(Scale(), 4), head=head)
     logprobs.sum().backward()
     assert max(rows for rows, _ in seen) == 4
     assert max(rows * columns for rows, columns in seen) == 12
@@ -250,7 +249,7 @@ def test_on_a_device_gradients_may_be_rounded_in_two_ways_and_not_differ() -> No
     (logits, _), inverse = of.tiles, temperature.reciprocal()
 
     def gradient(logits: Tensor, places: Tensor) -> Tensor:
-        return logits_tile.gradient(logits, places, 0, temperature=1.0, **of.columns)
+        return logits_tile.gradient(logits, places, 0, Scale(), of.terms)
 
     ours, theirs = (gradient(z, of.targets) for z in (logits / temperature, logits * inverse))
     assert not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -23,6 +23,8 @@ from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layers import replace_layers
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import HeadOptions
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
 from spmdrl.model.sharding import decoder_layers
@@ -165,9 +167,9 @@ def test_rows_of_logits_fit_into_a_tile(chunk: int, on_cpu: pytest.MonkeyPatch) 
     on_cpu.setattr(sglang_kernels, "product", lambda x, *rest: (rows.append(len(x)), product(x, *rest))[1])
     on_cpu.setitem(logprobs.TILE_ELEMENTS, "cpu", 500)
     hidden, weight, targets = torch.randn(30, 16), torch.randn(100, 16), torch.arange(30)
-    scores = sglang_operators.next_token_logprobs(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    scores = sglang_operators.next_token_logprobs(hidden, weight, None, targets, HeadOptions(Scale(0.7), chunk))
     assert rows == [5] * 6
-    expected = logprobs.next_token_logprobs(hidden, weight, None, targets, temperature=0.7, chunk=chunk)
+    expected = logprobs.next_token_logprobs(hidden, weight, None, targets, HeadOptions(Scale(0.7), chunk))
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import spmdrl.model.logprobs
 from spmdrl.model import logits_tile, logits_tile_triton
 from spmdrl.model.linear import linear
-from spmdrl.model.logprobs import Head, next_token_logprobs
+from spmdrl.model.logits_tile import Scale
+from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs
 from tests.helpers.logits_tiles import (
     PEAK_TILE_ELEMENTS,
     SIZES,
@@ -36,7 +37,7 @@ def test_logits_that_are_not_numbers_are_not_hidden() -> None:
     for bad in (torch.nan, torch.inf):
         logits = torch.zeros(3, 5000, device=DEVICE)
         logits[1, 4500] = bad
-        _, total, _, _ = logits_tile_triton.summary(logits, torch.arange(3, device=DEVICE), 0, temperature=1.0)
+        _, total, _, _ = logits_tile_triton.summary(logits, torch.arange(3, device=DEVICE), 0, Scale())
         assert total.isfinite().tolist() == [True, False, True]
 
 
@@ -61,7 +62,7 @@ def scores_and_gradients(
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     hidden, weight, bias = leaves
     targets = torch.arange(TOKENS, device=DEVICE) * 13 % VOCABULARY
-    scores = next_token_logprobs(hidden, weight, bias, targets, temperature=temperature, chunk=chunk, head=head)
+    scores = next_token_logprobs(hidden, weight, bias, targets, HeadOptions(Scale(temperature), chunk), head=head)
     weights = torch.linspace(-1, 1, TOKENS, device=DEVICE)
     losses = {"logprobs": weights @ scores[0], "entropy": weights.flip(0) @ scores[1]}
     loss = sum(losses.values()) if used == "both" else losses[used]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from spmdrl.families import FAMILIES
 from spmdrl.model import divergence, logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
-from spmdrl.model.divergence import Divergence, TeacherHead
+from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.exact import sglang_kernels as kernels
 from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
+from spmdrl.model.logprobs import HeadOptions
 from spmdrl.types import TopTokens
 
 # Those whose layers support `rl_on_policy_target`.
@@ -65,24 +66,17 @@ def engine_layers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]
 
 
 def next_token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float,
-    chunk: int,
-    softcap: float | None = None,
-    vocabulary: Any = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """`logprobs.next_token_logprobs` with the engine's bits: (logprobs [N], entropy [N]).
 
     At most `chunk` rows of logits exist at a time, and fewer where these would exceed a tile: log_softmax needs whole
     rows.
     """
-    is_plain = bias is None and softcap is None and vocabulary is None
+    temperature, softcap = options.scale
+    is_plain = bias is None and softcap is None and options.vocabulary is None
     assert is_plain, "true_on_policy = true was not refused with a head of another kind"
-    num_rows = max(1, min(chunk, logprobs.TILE_ELEMENTS[hidden.device.type] // len(weight)))
+    num_rows = max(1, min(options.chunk, logprobs.TILE_ELEMENTS[hidden.device.type] // len(weight)))
 
     def exact(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         chunks = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
@@ -90,7 +84,7 @@ def next_token_logprobs(
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def differentiable(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs.next_token_logprobs(hidden, weight, None, targets, temperature=temperature, chunk=chunk)
+        return logprobs.next_token_logprobs(hidden, weight, None, targets, options)
 
     outputs: tuple[Tensor, Tensor] = with_backward_of(differentiable, exact, hidden.to(weight.dtype), weight)
     return outputs
@@ -101,28 +95,21 @@ def next_token_divergence(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
+    options: HeadOptions,
     *,
     teacher_hidden: Tensor | None = None,
     teacher: TeacherHead | TopTokens,
-    kind: Divergence,
-    beta: float = 0.5,
-    **options: Any,
+    **kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`divergence.next_token_divergence` whose log-probabilities and entropy are those of `next_token_logprobs`.
 
     The divergence is that of ordinary kernels: an engine has none whose bits it could have.
     """
-    scores = next_token_logprobs(hidden, weight, bias, targets, **options)
+    scores = next_token_logprobs(hidden, weight, bias, targets, options)
     if teacher_hidden is not None and isinstance(teacher, TeacherHead):
         teacher_hidden = teacher_hidden.to(teacher.weight.dtype)
-    _, _, of_both = divergence.next_token_divergence(
-        *(hidden.to(weight.dtype), weight, bias, targets),
-        teacher_hidden=teacher_hidden,
-        teacher=teacher,
-        kind=kind,
-        beta=beta,
-        **options,
-    )
+    student = (hidden.to(weight.dtype), weight, bias, targets, options)
+    _, _, of_both = divergence.next_token_divergence(*student, teacher_hidden=teacher_hidden, teacher=teacher, **kind)
     return *scores, of_both
 
 
