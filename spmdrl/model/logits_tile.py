@@ -20,7 +20,7 @@ FORBIDDEN = -1e30
 
 
 class Scale(NamedTuple):
-    """What makes z of logits x: a soft cap c, with c tanh(x / c), and then the temperature, which divides them."""
+    """The way from logits x to z: by a soft cap c to c tanh(x / c), and then divided by the temperature."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -40,7 +40,7 @@ class Scale(NamedTuple):
 
 
 class GradientTerms(NamedTuple):
-    """What gradients depend on besides logits and targets, [N] float32 each."""
+    """Numbers of tokens that gradients depend on besides logits and targets, [N] float32 each."""
 
     log_normalizer: Tensor  # of each token's whole distribution, in nats, as the entropy
     entropy: Tensor
