@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 import workload
-from refit import EVERY_OTHER, Call, PerTensor, SGLangCalls, seconds
+from program import seconds
+from refit import EVERY_OTHER, Call, PerTensor, SGLangCalls, launch
 from results import RESULTS, print_result, provenance
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,10 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from spmdrl.config import RefitConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import device_bytes, spmd_session
-from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang.engine import SGLangEngine
-from spmdrl.engine.sglang.options import SGLangOptions
-from spmdrl.engine.sglang.surroundings import cpu_environment
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.refit.refit import Refit
 
@@ -220,44 +218,19 @@ def sglang(config: Qwen3Config, mesh: DeviceMesh, transport: str) -> Iterator[tu
     """SGLang with random weights of its own and little room for requests."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        launch = sglang_launch(folder, mesh.device_type)
-        engine = SGLangEngine(launch, mesh, model_config=config, transport=transport)
+        options = launch(
+            folder,
+            dtype="bfloat16",
+            device=mesh.device_type,
+            attention_backend="torch_native" if mesh.device_type == "cpu" else "triton",  # needs the fewest kernels
+            context_length=512,
+            max_total_tokens=1024,
+        )
+        engine = SGLangEngine(options, mesh, model_config=config, transport=transport)
         try:
             yield engine, SGLangCalls(engine)
         finally:
             engine.close()
-
-
-def sglang_launch(folder: str, device_type: str) -> SGLangOptions:
-    """Settings that SGLang is started with; triton's attention needs the fewest kernels."""
-    on_cpu = device_type == "cpu"
-    arguments = {
-        "model_path": folder,
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "custom_weight_loader": [sglang_loader.PATH],
-        "device": device_type,
-        "attention_backend": "torch_native" if on_cpu else "triton",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "skip_tokenizer_init": True,
-        "disable_cuda_graph": True,
-        "context_length": 512,
-        "max_total_tokens": 1024,
-        "max_running_requests": 4,
-        "mem_fraction_static": 0.9,
-        "sleep_on_idle": True,
-        "log_level": "error",
-    }
-    environment = {"PYTHONWARNINGS": "ignore"} | (cpu_environment() if on_cpu else {})
-    return SGLangOptions(
-        arguments=arguments,
-        environment=environment,
-        owner=f"{os.getpid()}",
-        release=frozenset(),
-        max_running=4,
-        longest_tokens=1,
-    )
 
 
 # In the order in which they are measured: once SGLang has started, the tensors that this process sends are in a form

@@ -380,7 +380,8 @@ def count(config: Qwen3Config) -> int:
 
 
 def launch(folder: str, **more: Any) -> SGLangOptions:
-    """SGLang on a CPU with one device and little room for requests: nothing is sampled. `more` are its arguments."""
+    """SGLang with one device and little room for requests: nothing is sampled. `more` are its arguments; without them
+    the device is a CPU."""
     arguments = {
         "model_path": folder,
         "dtype": "float32",
@@ -400,7 +401,7 @@ def launch(folder: str, **more: Any) -> SGLangOptions:
         "log_level": "error",
         **more,
     }
-    environment = {"PYTHONWARNINGS": "ignore", **cpu_environment()}
+    environment = {"PYTHONWARNINGS": "ignore"} | (cpu_environment() if arguments["device"] == "cpu" else {})
     return SGLangOptions(
         arguments=arguments,
         environment=environment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -35,16 +36,8 @@ def _known(name: str, names: Iterable[str]) -> str:
     return name
 
 
-def _known_estimator(name: str) -> str:
-    return _known(name, ESTIMATORS)
-
-
-def _known_loss(name: str) -> str:
-    return _known(name, POLICY_LOSSES)
-
-
 class AdvantageConfig(Section):
-    estimator: Annotated[str, AfterValidator(_known_estimator)] = "grpo"
+    estimator: Annotated[str, AfterValidator(partial(_known, names=ESTIMATORS))] = "grpo"
     """`grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`, `max_rl` (rewards of 0 or more),
     `gdpo` (of several terms), `opo`, `remax` (which samples one more response for each prompt, greedily), `pass_at_k`,
     `gigpo`, `grpo_by_role` and `hierarchical_grpo` (of episodes) or `none` (rewards are measured, and not trained on),
@@ -107,7 +100,7 @@ def settings_belong_to_the_estimator(advantage: AdvantageConfig) -> Iterator[str
 
 
 class LossConfig(Section):
-    kind: Annotated[str, AfterValidator(_known_loss)] = "ppo"
+    kind: Annotated[str, AfterValidator(partial(_known, names=POLICY_LOSSES))] = "ppo"
     """`ppo`, `gspo`, `cispo`, `gmpo`, `sapo`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`, see `docs/algorithms.md`;
     or a function of yours, `package.module:function` or `path/file.py:function`, see `docs/extending.md`."""
     clip_low: NonNegative | None = None

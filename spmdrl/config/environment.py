@@ -258,9 +258,7 @@ def programs_need_a_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
 @rule(EnvironmentConfig)
 def connections_need_no_sandbox(environment: EnvironmentConfig) -> Iterator[str]:
     source = environment.source
-    if environment.sandbox.mode != "off" and isinstance(
-        source, OpenEnvEnvironment | AgentEnvironment | VerifiersEnvironment
-    ):
+    if environment.sandbox.mode != "off" and (environment.has_agents or isinstance(source, OpenEnvEnvironment)):
         yield (
             f'source.kind = "{source.kind}" opens connections, which sandbox.mode = '
             f'"{environment.sandbox.mode}" does not let it; set sandbox.mode = "off"'
@@ -269,11 +267,10 @@ def connections_need_no_sandbox(environment: EnvironmentConfig) -> Iterator[str]
 
 @rule(EnvironmentConfig)
 def agents_keep_their_own_history(environment: EnvironmentConfig) -> Iterator[str]:
-    source = environment.source
-    if environment.history == "template" and isinstance(source, AgentEnvironment | VerifiersEnvironment):
+    if environment.history == "template" and environment.has_agents:
         yield (
-            f'history = "template" renders conversations anew, but with source.kind = "{source.kind}" each call says '
-            'what the conversation is; set history = "append"'
+            'history = "template" renders conversations anew, but with source.kind = '
+            f'"{environment.source.kind}" each call says what the conversation is; set history = "append"'
         )
 
 
