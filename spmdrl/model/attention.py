@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.families import vision_family
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, has_flash, load_varlen
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative, has_flash, load_varlen
 from spmdrl.types import UserError
 
 # Attention that is causal except in blocks, such as images, whose tokens see each other.
@@ -111,10 +111,7 @@ class _Together:
     def __init__(self, views: Sequence[_View], device: torch.device) -> None:
         queries, keys = [end - start for _, start, end in views], [end - first for first, _, end in views]
         self._max_queries, self._max_keys = max(queries), max(keys)
-        self._cu_queries, self._cu_keys = (
-            torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
-            for lengths in (queries, keys)
-        )
+        self._cu_queries, self._cu_keys = (cumulative(lengths, device) for lengths in (queries, keys))
         self._queries = torch.cat([torch.arange(start, end) for _, start, end in views]).to(device)
         self._keys = torch.cat([torch.arange(first, end) for first, _, end in views]).to(device)
 

@@ -87,13 +87,11 @@ class NormalizerKernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

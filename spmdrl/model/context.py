@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import Block, score_cap, seeing_blocks
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, refuse_sinks, window_size
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative, refuse_sinks, window_size
 from spmdrl.model.tree_attention import chunk_of_tree, tree_attention
 from spmdrl.types import PrefixTree, UserError
 
@@ -107,6 +107,19 @@ def _load_ring() -> ModuleType:
 
 Style = Literal["all_gather", "ulysses"]
 
+
+class ContextRanks(NamedTuple):
+    """The ranks that share the tokens of a micro-batch, and how they attend to each other's."""
+
+    mesh: DeviceMesh
+    style: Style
+
+    @classmethod
+    def of(cls, meshes: ModelMeshes) -> ContextRanks | None:
+        """Take them from a model's meshes; None is this rank alone."""
+        return cls(meshes.cp, meshes.cp_style) if meshes.cp.size() > 1 else None
+
+
 # Limit on the gathered keys and values of a group of heads; a single head may exceed it.
 HEAD_GROUP_BYTES = 256 * 2**20
 
@@ -157,7 +170,7 @@ def context_attention(
         rank = mesh.get_local_rank()
         sent = _tokens_to_send([earlier for _, earlier in chunks], num_tokens)
         mine, earlier = chunks[rank]
-        offsets = torch.tensor([*accumulate(mine, initial=0)], dtype=torch.int32, device=cu_seqlens.device)
+        offsets = cumulative(mine, cu_seqlens.device)
         assert kernel != "invariant", "true_on_policy = true was not refused with parallel.cp"
         attend = causal_attention(SequenceLayout(mine, offsets, (earlier,)), kernel)
         send = [slice(num_tokens - count, num_tokens) for count in sent[rank]]

@@ -20,7 +20,7 @@ from spmdrl.config.distill import REFERENCE, OtherModelConfig
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import load_reference
+from spmdrl.model.load import load_policy
 from spmdrl.model.policy import PackedModel, Policy, TokenLogprobs
 from spmdrl.types import MicroBatch, TopTokens
 
@@ -89,7 +89,7 @@ def load_frozen(
         settings = settings_of(model, cfg)
         own_kernel = kernel if settings.path == cfg.path else None
         role: Literal["reference", "resident"] = "resident" if model.rests_on == "device" else "reference"
-        loaded = load_reference(settings, meshes.model, temperature=temperature, kernel=own_kernel, role=role)
+        loaded = load_policy(settings, meshes.model, temperature=temperature, kernel=own_kernel, role=role)
         return FrozenModel(loaded, temperature)
 
     return {name: load(name, model) for name, model in models.items()}

@@ -28,14 +28,14 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> 
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Normalize heads x [T, H, D], if there is a weight [D], and rotate them by the angles of cos and sin [T, D]."""
     heads = _wide(x) if weight is None else rms_norm(_wide(x), weight, eps)[0]
-    return _rotated(heads, cos, sin).to(x.dtype)
+    return rotated(heads, cos, sin).to(x.dtype)
 
 
 def rotate_backward(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and weight; x is None where weight is: a rotation alone does not need it."""
-    heads = _rotated(_wide(grad), cos, -sin)
+    heads = rotated(_wide(grad), cos, -sin)
     if x is None or weight is None:
         return heads.to(grad.dtype), None
     _, rstd = rms_norm(_wide(x), weight, eps)
@@ -57,7 +57,8 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate.to(gate.dtype), (wide_grad * wide * share).to(up.dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of heads x [T, H, D] by the angles of cos and sin, of which the first D / 2 are read."""
     half = x.shape[-1] // 2
     one, other = x[..., :half], x[..., half:]
     cos, sin = cos[:, None, :half], sin[:, None, :half]

@@ -32,7 +32,7 @@ from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.dist.session import default_device_type, return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.checkpointing import checkpoint_layers
-from spmdrl.model.context import context_problems, is_for_ring_attention
+from spmdrl.model.context import ContextRanks, context_problems, is_for_ring_attention
 from spmdrl.model.few_bits import quantization_of, quantization_refusal
 from spmdrl.model.fused import check_compiler
 from spmdrl.model.kernels import Kernel
@@ -188,8 +188,7 @@ def load_policy(
             temperature=temperature,
             logits_chunk_tokens=cfg.logits_chunk_tokens,
             vocabulary=meshes.tp if meshes.tp.size() > 1 else None,
-            context=meshes.cp if meshes.cp.size() > 1 else None,
-            context_style=meshes.cp_style,
+            context=ContextRanks.of(meshes),
         )
 
     return load_packed(cfg, meshes, policy_of, role=role, kernel=kernel, quantized=quantized)
@@ -203,13 +202,8 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
 
     def critic_of(model: PreTrainedModel, chosen: Kernel) -> Critic:
         drop_head(model)
-        return Critic(
-            model,
-            kernel=chosen,
-            device=torch.device(meshes.dense.device_type),
-            context=meshes.cp if meshes.cp.size() > 1 else None,
-            context_style=meshes.cp_style,
-        )
+        device = torch.device(meshes.dense.device_type)
+        return Critic(model, kernel=chosen, device=device, context=ContextRanks.of(meshes))
 
     with _errors_about_critic():
         return load_packed(cfg, meshes, critic_of, role="trained", kernel=None)
@@ -337,18 +331,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def load_reference(
-    cfg: ModelConfig,
-    meshes: ModelMeshes,
-    *,
-    temperature: float,
-    kernel: Kernel | None = None,
-    role: Literal["reference", "resident"] = "reference",
-) -> Policy:
-    """Load a frozen model beside the policy, sharded like it; its role says where it rests between forward passes."""
-    return load_policy(cfg, meshes, temperature=temperature, role=role, kernel=kernel)
 
 
 def load_plain(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

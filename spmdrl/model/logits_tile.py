@@ -59,11 +59,9 @@ class Tile(Protocol):
         self, logits: Tensor, targets: Tensor, start: int, scale: Scale, before: Tensor | None = None
     ) -> Tensor:
         """Summarise the tile's part of the vocabulary, and the parts before it."""
-        ...
 
     def gradient(self, logits: Tensor, targets: Tensor, start: int, scale: Scale, terms: GradientTerms) -> Tensor:
         """Compute the temperature times the gradient of a loss by the logits."""
-        ...
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:

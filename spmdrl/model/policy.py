@@ -18,7 +18,7 @@ from spmdrl.dist.collectives import sum_over
 from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
-from spmdrl.model.context import Style, context_attention, context_tree_attention, gather_tokens
+from spmdrl.model.context import ContextRanks, context_attention, context_tree_attention, gather_tokens
 from spmdrl.model.divergence import Divergence, TeacherHead
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layer_states import NodeLevels
@@ -151,15 +151,8 @@ class PackedModel(nn.Module):
     adapters: Adapters | None  # set after the model was sharded, where the model itself is frozen
     routers: Routers | None = None  # set where routes are recorded or replayed
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        kernel: Kernel,
-        context: DeviceMesh | None = None,
-        context_style: Style = "all_gather",
-    ) -> None:
-        """`context` is the mesh of ranks that share a micro-batch's tokens; None is this rank alone."""
+    def __init__(self, model: PreTrainedModel, *, kernel: Kernel, context: ContextRanks | None = None) -> None:
+        """`context` are the ranks that share a micro-batch's tokens; None is this rank alone."""
         super().__init__()
         self.model = model
         self.trunk = Trunk(model)
@@ -167,7 +160,6 @@ class PackedModel(nn.Module):
         assert calls == IMPLEMENTATION, f'the model calls attention "{calls}", which does not know of packed sequences'
         self.kernel: Kernel = kernel
         self.context = context
-        self.context_style: Style = context_style
         self.register_module("adapters", None)
 
     def encode(self, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -262,15 +254,17 @@ class PackedModel(nn.Module):
         placed = place_at(self._on_device(tokens), values, len(micro_batch.token_ids))
         if self.context is None:
             return placed
-        return gather_tokens(placed, self.context).unflatten(0, (self.context.size(), -1)).sum(0)
+        mesh = self.context.mesh
+        return gather_tokens(placed, mesh).unflatten(0, (mesh.size(), -1)).sum(0)
 
     def _chunk(self, num_tokens: int) -> slice:
         """Return this rank's tokens of a micro-batch."""
         if self.context is None:
             return slice(0, num_tokens)
-        length, rest = divmod(num_tokens, self.context.size())
-        assert not rest, f"{num_tokens} tokens were not padded to a multiple of {self.context.size()}"
-        start = self.context.get_local_rank() * length
+        mesh = self.context.mesh
+        length, rest = divmod(num_tokens, mesh.size())
+        assert not rest, f"{num_tokens} tokens were not padded to a multiple of {mesh.size()}"
+        start = mesh.get_local_rank() * length
         return slice(start, start + length)
 
     def _attend(self, micro_batch: MicroBatch, seqlens: list[int]) -> Attend:
@@ -280,12 +274,12 @@ class PackedModel(nn.Module):
             of_tree = (micro_batch.tree, self.kernel)
             if self.context is None:
                 return on_packed(tree_attention(*of_tree, self._device))
-            return context_tree_attention(*of_tree, self.context, style=self.context_style, device=self._device)
+            return context_tree_attention(*of_tree, self.context.mesh, style=self.context.style, device=self._device)
         if self.context is None:
             sampled = self._on_device(micro_batch.loss_mask)
             return packed_attention(cu_seqlens, seqlens, self.kernel, sampled=sampled, blocks=blocks)
-        style = self.context_style
-        return context_attention(cu_seqlens, seqlens, self.kernel, self.context, style=style, blocks=blocks)
+        mesh, style = self.context
+        return context_attention(cu_seqlens, seqlens, self.kernel, mesh, style=style, blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +306,11 @@ class Policy(PackedModel):
         kernel: Kernel,
         temperature: float,
         logits_chunk_tokens: int,
-        context: DeviceMesh | None = None,
-        context_style: Style = "all_gather",
+        context: ContextRanks | None = None,
         vocabulary: DeviceMesh | None = None,
     ) -> None:
         """`vocabulary` is the mesh of ranks over which the head is split; None is this rank alone."""
-        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        super().__init__(model, kernel=kernel, context=context)
         self._logit_scale = LogitScale.of(model.config)
         self._options = HeadOptions(self._scale_at(temperature), logits_chunk_tokens, vocabulary)
         operators = operators_of(kernel)
@@ -341,7 +334,7 @@ class Policy(PackedModel):
         """Add what the routers did in the forward pass."""
         loads = routers.loads(predicting.rows)
         if loads is not None and self.context is not None:
-            loads = sum_over(self.context, loads)
+            loads = sum_over(self.context.mesh, loads)
         if micro_batch.routes is None:
             return found._replace(expert_loads=loads)
         disagreement = self._per_token(routers.disagreement[predicting.rows], predicting.tokens, micro_batch)
@@ -474,16 +467,10 @@ class Critic(PackedModel):
     """The critic: a model with a value head, which estimates the return to come before each token is chosen."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        kernel: Kernel,
-        device: torch.device,
-        context: DeviceMesh | None = None,
-        context_style: Style = "all_gather",
+        self, model: PreTrainedModel, *, kernel: Kernel, device: torch.device, context: ContextRanks | None = None
     ) -> None:
         """`device` is where the value head is created; no file holds its weights."""
-        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        super().__init__(model, kernel=kernel, context=context)
         self.value_head = ValueHead(model.config.get_text_config().hidden_size, device)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
@@ -496,16 +483,10 @@ class RewardModel(PackedModel):
     """A model that gives a whole sequence one number: its head is a line of weights, at the sequence's last token."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        kernel: Kernel,
-        label: int = 0,
-        context: DeviceMesh | None = None,
-        context_style: Style = "all_gather",
+        self, model: PreTrainedModel, *, kernel: Kernel, label: int = 0, context: ContextRanks | None = None
     ) -> None:
         """The head is `model.score`; `label` is the line that counts, of a head that has several."""
-        super().__init__(model, kernel=kernel, context=context, context_style=context_style)
+        super().__init__(model, kernel=kernel, context=context)
         self.label = label
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:

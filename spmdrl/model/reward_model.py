@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from spmdrl.config import ModelConfig
 from spmdrl.dist.mesh import ModelMeshes
+from spmdrl.model.context import ContextRanks
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import drop_head, load_packed, model_without_memory
 from spmdrl.model.policy import RewardModel, ValueHead
@@ -48,7 +49,7 @@ def load_reward_model(cfg: ModelConfig, meshes: ModelMeshes, *, seed: int, kerne
 
     def build(model: PreTrainedModel, chosen: Kernel) -> RewardModel:
         model.config = _labelled(model.config)
-        return _reward_model(_with_head(model), chosen, meshes)
+        return RewardModel(_with_head(model), kernel=chosen, context=ContextRanks.of(meshes))
 
     def start(model: PreTrainedModel) -> dict[str, Tensor]:
         generator, text = torch.Generator().manual_seed(seed), model.config.get_text_config()
@@ -61,7 +62,8 @@ def load_scorer(cfg: ModelConfig, meshes: ModelMeshes, *, num_labels: int, label
     """Load a directory's reward model to be asked, sharded like a policy and on the host between forward passes."""
 
     def build(model: PreTrainedModel, chosen: Kernel) -> RewardModel:
-        return _reward_model(_with_head(model, num_labels), chosen, meshes, label=label)
+        headed = _with_head(model, num_labels)
+        return RewardModel(headed, kernel=chosen, label=label, context=ContextRanks.of(meshes))
 
     return load_packed(cfg, meshes, build, role="reference", kernel=None)
 
@@ -76,11 +78,6 @@ def num_labels_of(path: str) -> int:
         f'model.path = "{path}" is no reward model: its weights have no {HEAD}, the head of a classifier of sequences; '
         "train one by spmdrl.pairs"
     )
-
-
-def _reward_model(model: PreTrainedModel, kernel: Kernel, meshes: ModelMeshes, *, label: int = 0) -> RewardModel:
-    context = meshes.cp if meshes.cp.size() > 1 else None
-    return RewardModel(model, kernel=kernel, label=label, context=context, context_style=meshes.cp_style)
 
 
 def _with_head(model: PreTrainedModel, num_labels: int = 1) -> PreTrainedModel:

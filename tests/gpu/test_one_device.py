@@ -20,7 +20,7 @@ from spmdrl.learn.objective import PolicyObjective, ValueObjective
 from spmdrl.learn.update import update
 from spmdrl.model.attention import packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.load import load_critic, load_policy, load_reference
+from spmdrl.model.load import load_critic, load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.step.batch import build_batch
 from spmdrl.step.logprobs import add_columns
@@ -83,7 +83,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         settings = model_config(path, compute_dtype=dtype, **model)
         losses = loss_config(kl_coef=0.05, entropy_coef=0.01)
         policy = load_policy(settings, meshes.model, temperature=0.8)
-        reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
+        reference = load_policy(settings, meshes.model, temperature=0.8, role="reference") if losses.kl_coef else None
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
         learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=getattr(torch, dtype))

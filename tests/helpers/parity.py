@@ -13,7 +13,7 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
-from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from spmdrl.types import Sequence
 from tests.helpers.batches import completed
@@ -50,7 +50,7 @@ def _trained_with(
     settings = model_config(path, **(model or {}))
     losses = loss_config(**(LOSS if loss is None else loss))
     policy = load_policy(settings, meshes.model, temperature=0.8)
-    reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
+    reference = load_policy(settings, meshes.model, temperature=0.8, role="reference") if losses.kl_coef else None
     dtype = getattr(torch, settings.compute_dtype.replace("auto", "float32"))
     the_optim = OptimConfig(**({"max_grad_norm": 1e6} | (optim or {"name": "sgd", "lr": 1.0})))
     the_plan = plan_for(count, world.num_ranks, **(plan or {}))

@@ -19,7 +19,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
 from spmdrl.model.frozen import reference_of
-from spmdrl.model.load import load_model_config, load_reference
+from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.model.lora.policy import adapter_problems, load_trained
 from spmdrl.step.batch import build_batch
 from spmdrl.step.export import export_adapter, export_hf
@@ -38,7 +38,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         meshes = build_meshes(world)
         cfg = model_config(path)
         policy = load_trained(cfg, lora, meshes, temperature=1.0, seed=0)
-        second = load_reference(cfg, meshes.model, temperature=1.0)
+        second = load_policy(cfg, meshes.model, temperature=1.0, role="reference")
         base = reference_of(policy, cfg, meshes, temperature=1.0)
         mine = random_sequences(8)[world.rank :: world.num_ranks]
         batch = build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean")

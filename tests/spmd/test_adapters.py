@@ -27,7 +27,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
 from spmdrl.model.frozen import reference_of
-from spmdrl.model.load import load_model_config, load_reference
+from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.model.lora import init
 from spmdrl.model.lora.peft import write_adapter
 from spmdrl.model.lora.policy import adapter_problems, load_trained, random_values
@@ -93,7 +93,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         meshes = build_meshes(world)
         cfg = model_config(path)
         policy = load_trained(cfg, lora, meshes, temperature=1.0, seed=0)
-        second = load_reference(cfg, meshes.model, temperature=1.0)
+        second = load_policy(cfg, meshes.model, temperature=1.0, role="reference")
         base = reference_of(policy, cfg, meshes, temperature=1.0)
         batch = build_batch(random_sequences(8), plan_for(8, 1), meshes, aggregation="token_mean")
 

@@ -18,7 +18,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.model import operators
-from spmdrl.model.load import load_policy, load_reference
+from spmdrl.model.load import load_policy
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed
 from tests.helpers.checkpoints import save_and_wait
@@ -93,7 +93,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     meshes = build_meshes(world, parallel)
     settings, losses = model_config(path, gradient_checkpointing="full"), loss_config(**LOSS)
     policy = load_policy(settings, meshes.model, temperature=0.8)
-    reference = load_reference(settings, meshes.model, temperature=0.8) if losses.kl_coef else None
+    reference = load_policy(settings, meshes.model, temperature=0.8, role="reference") if losses.kl_coef else None
     if experts:
         policy.model.set_experts_implementation(experts)
     mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")

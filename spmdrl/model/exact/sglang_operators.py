@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.families import FAMILIES
-from spmdrl.model import divergence, logprobs
+from spmdrl.model import divergence, fused_plain, logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.exact import sglang_kernels as kernels
@@ -158,10 +158,7 @@ def _plain_mean(x: Tensor) -> Tensor:
 
 
 def _head_dim(model_config: Any) -> int:
-    head_dim: int = (
-        getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    )
-    return head_dim
+    return getattr(model_config, "head_dim", None) or int(model_config.hidden_size // model_config.num_attention_heads)
 
 
 class _Angles(nn.Module):
@@ -205,14 +202,8 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out: Tensor = with_backward_of(_plainly_rotated, kernels.rotate, x, cos, sin)
+    out: Tensor = with_backward_of(fused_plain.rotated, kernels.rotate, x, cos, sin)
     return out
-
-
-def _plainly_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None], sin[:, None]
-    one, other = x.chunk(2, dim=-1)
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
 
 
 def _replaced() -> dict[type[nn.Module], type[nn.Module]]:

@@ -75,29 +75,23 @@ class Target(Protocol):
     @property
     def module(self) -> str:
         """The module's name in PEFT's files, after `PREFIX`."""
-        ...
 
     @property
     def weight(self) -> str:
         """The name of the parameter in the model."""
-        ...
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """The parameter's shape, whole."""
-        ...
 
     def shapes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Give the shapes of A and of B."""
-        ...
 
     def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
         """Make the model add the adapter's part in every forward pass in which `is_on()`."""
-        ...
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply B with A: what they change, in the shape of the weight and without its scale."""
-        ...
 
 
 class Adapters(nn.Module):
