@@ -37,8 +37,17 @@ def warm_start(folder: Path, *settings: str) -> Path:
     base = folder / "demo-base"
     if not (base / "config.json").is_file():
         save_tiny_model(base, num_layers=2, hidden_size=128)
-    run = _run(spmdrl.sft.main, folder / "demo-sft", ("configs/demo-sft.toml", *QUIET, f"model.path={base}", *settings))
-    return run.path / "hf"
+    return fine_tune(folder / "demo-sft", f"model.path={base}", *settings)
+
+
+def fine_tune(
+    folder: Path,
+    *settings: str,
+    config: str = "configs/demo-sft.toml",
+    program: Callable[[Sequence[str]], int] = spmdrl.sft.main,
+) -> Path:
+    """Fine-tune a model, or by another program make one of another kind; returns where its weights are."""
+    return _run(program, folder, (config, *QUIET, *settings)).path / "hf"
 
 
 def finished(folder: RunFolder) -> bool:

@@ -82,6 +82,11 @@ PROGRAMS = {
         "rollout.group_size=2 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2 eval.every=1",
         keys="band commit date forecasts held machine recorded runs staleness",
     ),
+    "demo_trees.py": Program(
+        options="--tasks distill --start-steps 1 --runs {folder}/trees "
+        "run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2",
+        keys="about commit date machine start_steps tasks",
+    ),
     "gpu_run.py": Program(
         options="--device cpu --size tiny --steps 2", keys="steps_s loss_tokens mismatch_max_abs_nats rows versions"
     ),
