@@ -15,7 +15,7 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -65,8 +65,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         written = write_checkpoint(Path(folder), dtype=DTYPE, num_layers=args.layers, vocabulary=args.vocabulary)
-        options = ["--rank", str(args.rank), *(["--base", args.base] if args.base else [])]
-        found = {way: _in_a_process(way, folder, options) for way in args.ways}
+        found = {way: run_again("--trains", way, "--model", folder) for way in args.ways}
     parameters = int(written["num_parameters"])
     print(
         json.dumps(
@@ -79,11 +78,6 @@ def main() -> None:
             }
         )
     )
-
-
-def _in_a_process(way: str, folder: str, options: Sequence[str]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = run_again("--trains", way, "--model", folder, *options)
-    return found
 
 
 def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:

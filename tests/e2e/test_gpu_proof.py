@@ -40,6 +40,10 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 print("child", child.pid)
 time.sleep(600)
 """
+ALONE = """\
+import sys
+from pathlib import Path
+sys.exit(not (Path("met-a").exists() and Path("met-b").exists()))"""
 FACTS = """print('{"machine": {"devices": ["a stand-in"]}, "versions": {"torch": "2.11.0"}}')"""
 
 
@@ -73,6 +77,42 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((root / "out/gpu-proof-t.json").read_text())
     assert not list((root / "out").glob("*.new"))
     return found | {"log": (root / "out/gpu-proof-t.log").read_text()}
+
+
+def test_steps_run_beside_each_other_and_those_that_must_be_alone_after_them(tmp_path: Path) -> None:
+    """The first two wait for each other, and the last one says whether they have ended."""
+    (tmp_path / "meet").mkdir()
+    meets = """\
+import sys, time
+from pathlib import Path
+Path("meet", "{own}").touch()
+while not Path("meet", "{other}").exists(): time.sleep(0.01)
+time.sleep(0.2)
+Path("met-{own}").touch()"""
+    steps = (
+        Step(name="last", command=("python", "-c", ALONE), limit_s=LONG_S, expected="as told", alone=True),
+        *(step(own, meets.format(own=own, other=other)) for own, other in ("ab", "ba")),
+    )
+    stage = Stage(about="a trial", budget_s=LONG_S, facts=step("facts", FACTS), steps=steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        found = run_stage("t", stage, root=tmp_path, folder=tmp_path / "out", commit="abc", at_once=2)
+    assert {one["name"]: one["status"] for one in found["steps"]} == dict.fromkeys(("facts", "last", "a", "b"), PASSED)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--only", "sglang"), "--only sglang: stage 1 has the steps doctor, refit-processes, "),
+        (("--at-once", "0"), "--at-once 0: at least one step runs at a time"),
+    ],
+)
+def test_a_choice_of_steps_that_cannot_be_is_refused(
+    given: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_proof.main(["1", *given])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_every_step_is_recorded_as_it_ended(record: dict[str, Any]) -> None:

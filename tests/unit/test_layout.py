@@ -172,7 +172,7 @@ def test_no_file_and_no_function_is_too_long() -> None:
 
 def test_what_programs_print_is_made_printable_in_one_place() -> None:
     """Files may hold characters that a terminal obeys."""
-    # The last three are programs that other processes start, and say nothing that others have written.
+    # The last two are programs that other processes start, and say nothing that others have written.
     may = {"faults/text.py", "envs/verifiers_host.py", "faults/guard.py"}
     package = ROOT / "spmdrl"
     prints = re.compile(r"(?<![\w.])print\(")

@@ -33,8 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--at-once", type=int, default=1, metavar="N", help="steps beside each other; those that measure run alone"
     )
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps of the stage, by name")
+    parser.add_argument(
+        "--only", nargs="+", metavar="STEP", help="these steps of the stage; the files are named after them"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.at_once < 1:
+        parser.error(f"--at-once {arguments.at_once}: at least one step runs at a time; set a number from 1")
+    stage, only = STAGES[arguments.stage], arguments.only or []
+    if unknown := set(only) - {step.name for step in stage.steps}:
+        known = ", ".join(step.name for step in stage.steps)
+        parser.error(f"--only {min(unknown)}: stage {arguments.stage} has the steps {known}")
     folder = Path(os.environ.get("OUT") or ROOT / _DEFAULT_FOLDER)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A process that is ended with its stacks would leave a core file of its memory too.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    commit, stage = commit_id(ROOT, arguments.commit_file), STAGES[arguments.stage]
-    if arguments.only:
-        stage = replace(stage, steps=tuple(step for step in stage.steps if step.name in arguments.only))
+    name = "-".join([arguments.stage, *only])
+    commit = commit_id(ROOT, arguments.commit_file)
+    if only:
+        stage = replace(stage, steps=tuple(step for step in stage.steps if step.name in only))
     say(f"stage {arguments.stage}: {stage.about}\ncommit {commit}; at most {stage.budget_s:.0f} s; into {folder}")
-    record = run_stage(arguments.stage, stage, root=ROOT, folder=folder, commit=commit, at_once=arguments.at_once)
+    record = run_stage(name, stage, root=ROOT, folder=folder, commit=commit, at_once=arguments.at_once)
     say("\n".join(["", *table(record), "", *reasons(record), verdict(record), f"written: {folder}"]))
     return 0 if is_as_expected(record) else 1
 
