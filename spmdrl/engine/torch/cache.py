@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention, SeenKeys
 from spmdrl.model.cpu_room import cpu_room
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
+from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative
 from spmdrl.model.layer_kinds import cached_heads
 from spmdrl.model.layer_states import LayerStates
 from spmdrl.model.plain_attention import cap_scores
@@ -230,9 +230,7 @@ class KVCache:
         rows = torch.arange(first_row, len(self._lengths), device=device)
         rows = rows.repeat_interleave(torch.tensor(seqlens, device=device))
         attends = [
-            causal_attention(
-                SequenceLayout([n], torch.tensor([0, n], dtype=torch.int32, device=device), (before,)), kernel
-            )
+            causal_attention(SequenceLayout([n], cumulative([n], device), (before,)), kernel)
             for before, n in zip(prefix_lens, seqlens, strict=True)
         ]
         cells_of_tokens = (rows, slice(None), places)
