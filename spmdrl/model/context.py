@@ -33,7 +33,15 @@ from spmdrl.dist.collectives import gather_flat
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.attention import Block, score_cap, seeing_blocks
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative, refuse_sinks, window_size
+from spmdrl.model.kernels import (
+    Kernel,
+    SequenceLayout,
+    causal_attention,
+    cumulative,
+    has_flash,
+    refuse_sinks,
+    window_size,
+)
 from spmdrl.model.tree_attention import chunk_of_tree, tree_attention
 from spmdrl.types import PrefixTree, UserError
 
@@ -180,7 +188,12 @@ def context_attention(
     if not (kernel == "flash_attn_2" and has_ring_attention()):
         return gathered
     ring = ring_attention(cu_seqlens, seqlens, mesh, heads_per_group=heads_per_group)  # which cannot cap scores
-    return lambda q, k, v, layer: (ring if layer.softcap is None else gathered)(q, k, v, layer)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        has_ring = layer.softcap is None and has_flash(kernel, q.shape[-1], layer)
+        return (ring if has_ring else gathered)(q, k, v, layer)
+
+    return attend
 
 
 def context_tree_attention(

@@ -101,7 +101,7 @@ def next_token_divergence(
     if len(hidden) != len(teacher_hidden):
         raise ValueError(f"{len(hidden)} hidden states of the student and {len(teacher_hidden)} of the teacher")
     return _TiledDivergence.apply(
-        *(hidden, weight, bias, targets - options.start(weight), teacher_hidden, teacher.weight, teacher.bias),
+        *(hidden, weight, bias, options.rows_of(targets, weight), teacher_hidden, teacher.weight, teacher.bias),
         *(teacher.scale, kind, beta, options, head),
     )
 

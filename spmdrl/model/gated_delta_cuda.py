@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -45,11 +43,12 @@ def _causal_conv1d() -> Callable[..., Tensor] | None:
 
 @functools.cache
 def _is_refused() -> bool:
-    """Return True where `fla` raises in the backward pass: Triton 3.4 to 3.7.0 computes it wrongly on Hopper, and
-    tilelang, with which `fla` can compute it instead, is not installed."""
-    if torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
+    """Return True where `fla` raises in the backward pass: Triton 3.4 to 3.7.0 computes it wrongly on Hopper."""
+    if torch.cuda.get_device_capability()[0] != 9:
         return False
-    return Version("3.4") <= Version(version("triton")) < Version("3.7.1")
+    import triton
+
+    return Version("3.4") <= Version(triton.__version__) < Version("3.7.1")
 
 
 def has_rule(device_type: str, dtype: torch.dtype) -> bool:

@@ -112,6 +112,10 @@ class HeadOptions:
         """Return the entry of the vocabulary of this rank's first row."""
         return 0 if self.vocabulary is None else self.vocabulary.get_local_rank() * len(weight)
 
+    def rows_of(self, targets: Tensor, weight: Tensor) -> Tensor:
+        """Return which of this rank's rows of the head are targets [N]; those of other ranks are before or after."""
+        return targets if self.vocabulary is None else targets - self.start(weight)
+
 
 def next_token_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions, head: Head = FAST_HEAD
@@ -120,8 +124,8 @@ def next_token_logprobs(
 
     Backward computes the tiles of logits again.
     """
-    own = targets - options.start(weight)
-    logprobs, entropy, _ = _TiledHead.apply(hidden, weight, bias, own, None, options, head)
+    rows = options.rows_of(targets, weight)
+    logprobs, entropy, _ = _TiledHead.apply(hidden, weight, bias, rows, None, options, head)
     return logprobs, entropy
 
 

@@ -65,7 +65,7 @@ class _GatedDeltaNet(Mixer):
         return out.flatten(1), state
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        normed: Tensor = self.norm(out.view(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
+        normed: Tensor = self.norm(out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
         return normed.view(len(out), -1)
 
 
