@@ -309,6 +309,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:  # a client that expects it to stay sends its next request into the end of this one
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
 

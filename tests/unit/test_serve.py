@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,12 @@ def test_clients_read_the_refusal(client: OpenAI, url: str) -> None:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
     assert [one.id for one in client.models.list()] == ["policy"]
     assert post(url, "/v1/embeddings", {})[0] == 404
+    connection = HTTPConnection(url.removeprefix("http://"))
+    for path, last in (("/v1/models", None), ("/v1/nothing", "close")):  # a client would send the next one into its end
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.headers["Connection"] == last
 
 
 def test_messages_carry_tools_and_their_results() -> None:
