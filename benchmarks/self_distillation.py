@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         model={"path": start},
         data={"max_prompt_tokens": 32, "sources": [{**DATA, "path": write(folder / "own.jsonl", facts)}]},
         rollout={"prompts_per_step": args.sequences, "group_size": 1, "max_response_tokens": 6},
-        models={"self": {"weights": args.teacher}},
+        models={"self": {"path": start} if args.teacher == "start" else {"weights": args.teacher}},
         distill={
             "teacher": "self",
             "divergence": args.divergence,
@@ -174,7 +174,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=64, help="in each of these")
     parser.add_argument("--lr", type=float, default=5e-4, help="of these")
     parser.add_argument("--divergence", default="forward", help="from the teacher")
-    parser.add_argument("--teacher", default="policy", help="the teacher's weights")
+    parser.add_argument(
+        "--teacher",
+        default="policy",
+        help="the teacher's weights: policy, average, lagged, or start for those of the beginning",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--folder", type=Path, help="where the runs stay")
     parser.add_argument("--result", type=Path, help="file to write")
