@@ -5,8 +5,9 @@
 
 A tiny model learns the first task, and to answer about keys that a demonstration before the question names. Then, with
 the second task's rows alone, it goes on in two ways, with as many sequences, steps and the same learning rate: from its
-own answers, taught by itself with the demonstration in its prompt; and by the cross entropy of the demonstrations. An
-answer is right whose last word is the reference answer, whatever stands before it. The last line is a JSON object.
+own answers, taught by itself with the demonstration in its prompt; and by the cross entropy of the demonstrations. With
+--keep half of the first way's prompts are the first task's, without any answer, taught by the weights of the beginning.
+An answer is right whose last word is the reference answer, whatever stands before it. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -126,18 +127,28 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not Path(base).exists():
         stages.python("-m", "spmdrl.tools.tiny_model", base, "--num-layers", "2", "--hidden-size", str(args.hidden))
     start = stages.run("sft", "start", **_sft(base, write(folder / "begin.jsonl", begins), "response", args))
+    sources = [{**DATA, "task": "keys", "path": write(folder / "own.jsonl", facts)}]
+    teachers = [{"model": "self", "tasks": ["keys"], "hint_column": "demonstration"}]
+    if args.keep:
+        words = [
+            {name: row[name] for name in ("prompt", "answer")} for row in (backward(rng) for _ in range(args.rows))
+        ]
+        sources.append({**DATA, "task": "words", "path": write(folder / "words.jsonl", words)})
+        teachers.append({"model": "before", "tasks": ["words"]})
     own = stages.run(
         "train",
         "own",
         run={"num_steps": args.steps},
         model={"path": start},
-        data={"max_prompt_tokens": 32, "sources": [{**DATA, "path": write(folder / "own.jsonl", facts)}]},
+        data={"max_prompt_tokens": 32, "sources": sources},
         rollout={"prompts_per_step": args.sequences, "group_size": 1, "max_response_tokens": 6},
-        models={"self": {"path": start} if args.teacher == "start" else {"weights": args.teacher}},
+        models={
+            "self": {"path": start} if args.teacher == "start" else {"weights": args.teacher},
+            **({"before": {"path": start}} if args.keep else {}),
+        },
         distill={
-            "teacher": "self",
+            "teachers": teachers,
             "divergence": args.divergence,
-            "hint_column": "demonstration",
             "hint_template": "{hint}\n{question}",
             "max_hint_tokens": 32,
         },
@@ -179,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="policy",
         help="the teacher's weights: policy, average, lagged, or start for those of the beginning",
     )
+    parser.add_argument("--keep", action="store_true", help="prompts of the first task too, taught by the beginning")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--folder", type=Path, help="where the runs stay")
     parser.add_argument("--result", type=Path, help="file to write")
