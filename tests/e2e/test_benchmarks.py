@@ -63,7 +63,8 @@ PROGRAMS = {
         options="--sizes tiny --repeats 1 --copy-mib 8", keys="bucket_mib sizes versions", module="sglang"
     ),
     "self_distillation.py": Program(
-        options="--hidden 32 --rows 20 --start-steps 1 --steps 1 --sequences 16", keys="accuracy kept settings"
+        options="--hidden 32 --rows 20 --start-steps 1 --steps 1 --sequences 16",
+        keys="accuracy kept settings",
     ),
     "spmdrl_step.py": Program(options=f"--workload tail --teacher-layers 5 {STEP}", keys=STEP_KEYS),
     "trl_step.py": Program(options=f"--workload tail --teacher-layers 5 {STEP}", keys=STEP_KEYS, python=TRL),
