@@ -5,8 +5,9 @@
 
 A tiny model learns the first task, and to answer about keys that a demonstration before the question names. Then, with
 the second task's rows alone, it goes on in two ways, with as many sequences, steps and the same learning rate: from its
-own answers, taught by itself with the demonstration in its prompt; and by the cross entropy of the demonstrations. With
---keep half of the first way's prompts are the first task's, without any answer, taught by the weights of the beginning.
+own answers, taught by itself with the demonstration in its prompt; and by the cross entropy of the demonstrations. Half
+of the first way's prompts are the first task's, without any answer, taught by the weights of the beginning; --no-keep
+leaves them out.
 An answer is right whose last word is the reference answer, whatever stands before it. The last line is a JSON object.
 """
 
@@ -177,20 +178,25 @@ def _sft(model: str, path: str, column: str, args: argparse.Namespace) -> dict[s
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--hidden", type=int, default=96, help="width of the model")
     parser.add_argument("--keys", type=int, default=16, help="of the second task")
     parser.add_argument("--rows", type=int, default=8000, help="of each kind that it begins with")
     parser.add_argument("--start-steps", type=int, default=800, help="of its beginning")
-    parser.add_argument("--steps", type=int, default=60, help="of the second task")
-    parser.add_argument("--sequences", type=int, default=64, help="in each of these")
-    parser.add_argument("--lr", type=float, default=5e-4, help="of these")
+    parser.add_argument("--steps", type=int, default=300, help="of the second task")
+    parser.add_argument("--sequences", type=int, default=128, help="in each of these")
+    parser.add_argument("--lr", type=float, default=1e-4, help="of these")
     parser.add_argument("--divergence", default="forward", help="from the teacher")
     parser.add_argument(
         "--teacher",
-        default="policy",
+        default="start",
         help="the teacher's weights: policy, average, lagged, or start for those of the beginning",
     )
-    parser.add_argument("--keep", action="store_true", help="prompts of the first task too, taught by the beginning")
+    parser.add_argument(
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompts of the first task too, taught by the beginning",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--folder", type=Path, help="where the runs stay")
     parser.add_argument("--result", type=Path, help="file to write")
