@@ -261,11 +261,11 @@ def distill_values(
     values, weights = divergence.detach(), micro_batch.distill_weights
     assert weights is not None
     name = f"distill/{distill.divergence}_nats"
-    by_teacher = {
-        f"{name}_{one.model}": (values, micro_batch.taught_by(place).to(values.device))
-        for place, one in enumerate(distill.teachers)
-    }
-    return {name: (values, weights != 0)} | by_teacher
+    taught: dict[str, Tensor] = {}
+    for place, one in enumerate(distill.teachers):
+        where = micro_batch.taught_by(place).to(values.device)
+        taught[one.model] = where | taught[one.model] if one.model in taught else where  # with a hint and without
+    return {name: (values, weights != 0)} | {f"{name}_{model}": (values, where) for model, where in taught.items()}
 
 
 @dataclass(frozen=True, slots=True)

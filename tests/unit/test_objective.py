@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.algo.losses import AGGREGATIONS
-from spmdrl.config import LossConfig
-from spmdrl.learn.objective import PolicyObjective
+from spmdrl.config import DistillConfig, LossConfig
+from spmdrl.learn.objective import PolicyObjective, distill_values
 from spmdrl.model.policy import TokenLogprobs
 from tests.helpers import oracle
 from tests.helpers.corrections import CLIP, CUTS, MAX_RESPONSE_TOKENS, batch, random_columns
@@ -108,3 +109,13 @@ def test_the_whole_loss_equals_the_oracle_wherever_the_batch_is_cut(aggregation:
         assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
         for gradient, slope in zip(gradients, slopes, strict=True):
             assert gradient.tolist() == pytest.approx(slope, rel=1e-6, abs=1e-6)
+
+
+def test_a_teacher_that_sees_hints_of_some_sources_has_one_divergence_in_the_metrics() -> None:
+    taught = torch.tensor([[True, False, False, False], [False, True, True, False]])
+    micro_batch: Any = SimpleNamespace(distill_weights=torch.ones(4), taught_by=lambda place: taught[place])
+    rows = ({"model": "a", "tasks": ["x"], "hint_column": "h"}, {"model": "a", "tasks": ["y"]})
+    distill = DistillConfig.model_validate({"teachers": rows, "divergence": "forward"})
+    found = distill_values(torch.arange(4.0), micro_batch, distill)
+    assert found.keys() == {"distill/forward_nats", "distill/forward_nats_a"}
+    assert found["distill/forward_nats_a"][1].tolist() == [True, True, True, False]
