@@ -366,20 +366,20 @@ def test_a_process_that_dies_when_nothing_is_asked_is_not_started_for_ever(count
 @pytest.mark.parametrize("name", ["Counts", "Async"])
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_a_hang_is_a_timeout_and_the_others_are_played_again(file: Path, name: str, mode: str) -> None:
-    with EnvironmentClient(config(file, name, step_timeout_s=0.5, mode=mode)) as client:
+    with EnvironmentClient(config(file, name, step_timeout_s=1.2, mode=mode)) as client:
         others = [client.open(begin(seed=seed)) for seed in range(5)]
         began = [play(environment, "a", "b") for environment in others]
         hangs = client.open(begin(seed=9))
         play(hangs, "a")
         hung = hangs.step(act("hang"))
-        time.sleep(0.3)
-        pending = [environment.step(act("sleep 0.3")) for environment in others]  # under way when it is killed
+        time.sleep(0.8)
+        pending = [environment.step(act("sleep 0.6")) for environment in others]  # under way when it is killed
         assert failed(hung) == EnvironmentFailure(
-            kind="timeout", reason="no answer within environment.step_timeout_s = 0.5 seconds"
+            kind="timeout", reason="no answer within environment.step_timeout_s = 1.2 seconds"
         )
         for seed, (environment, future) in enumerate(zip(others, pending, strict=True)):
             answers = [*began[seed], got(future), got(environment.step(act("c")))]
-            assert answers == play_alone(client, seed, "a", "b", "sleep 0.3", "c")
+            assert answers == play_alone(client, seed, "a", "b", "sleep 0.6", "c")
 
 
 def test_who_blocks_the_loop_times_out_and_nobody_else(file: Path) -> None:
