@@ -18,7 +18,7 @@ from spmdrl.model.ssd import state_space_rule
 
 
 class _Mamba2(Mixer):
-    """What all families compute between the projections, and with them."""
+    """The computation that all families share: between the projections, and with them."""
 
     num_heads: int
     head_dim: int

@@ -25,7 +25,7 @@ from spmdrl.model.short_conv import MIXERS as SHORT_CONVS
 
 
 class _GatedDeltaNet(Mixer):
-    """What all kinds compute; what they project a token to, and in which order, differs."""
+    """The computation that all kinds share; projections, and the order of what they give, differ."""
 
     num_k_heads: int
     num_v_heads: int

@@ -150,7 +150,7 @@ def predicted_bytes(
     on_gpu: bool,
     has_teacher: bool,
 ) -> int:
-    """What the planner says of the head's memory at its peak, without the gradient of its weight."""
+    """Return the planner's bytes of the head's memory at its peak, without the gradient of its weight."""
     widths = dict.fromkeys(LAYER_WIDTHS, 1)
     return logits_bytes(
         Decoder(hidden=hidden_size, vocabulary=vocabulary, has_head_norms=False, **widths),
