@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from spmdrl.tools.parity_cases import (
     ONE_RANK,
     UPDATES,
     Case,
+    CaseResult,
     Imitation,
     Reinforcement,
     Settings,
@@ -75,7 +77,11 @@ def compute(arguments: argparse.Namespace, folder: Path) -> None:
                     (folder / f"{number}.refused").write_text(str(error), encoding="utf-8")
                 continue
             if found is not None:
-                torch.save(found, folder / f"{number}.pt")
+                torch.save({field.name: getattr(found, field.name) for field in fields(found)}, folder / f"{number}.pt")
+
+
+def _read(path: Path) -> CaseResult:
+    return CaseResult(**torch.load(path, weights_only=True))
 
 
 def compare(arguments: argparse.Namespace) -> bool:
@@ -131,13 +137,13 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
     table = Table(title=f"relative to 1 rank; allowed: {BOUND:g}, after AdamW {ADAMW_BOUND_OF_MOST:g} of most weights")
     for column in ("layout", "ranks", "loss", "gradient", "of", "SGD", "AdamW", ""):
         table.add_column(column, justify="left" if column in ("layout", "of", "") else "right")
-    one_rank = torch.load(folder / "0.pt", weights_only=False)
+    one_rank = _read(folder / "0.pt")
     agrees = True
     for number, case in enumerate(every):
         if (refused := folder / f"{number}.refused").exists():
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", refused.read_text(encoding="utf-8"))
         elif (path := folder / f"{number}.pt").exists():
-            found = deviation(torch.load(path, weights_only=False), one_rank)
+            found = deviation(_read(path), one_rank)
             agrees &= found.is_within
             sizes = [f"{value:.1e}" for value in (found.loss, found.gradient, found.sgd, found.adamw_of_most)]
             verdict = "same" if found.is_within else "[red]different[/red]"

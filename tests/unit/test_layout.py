@@ -170,6 +170,19 @@ def test_no_file_and_no_function_is_too_long() -> None:
             assert length <= MAX_FUNCTION_LINES, f"{name}: {function.name} has {length} lines"
 
 
+def test_files_of_torch_are_read_as_tensors_alone() -> None:
+    """Otherwise a file runs what its pickles say."""
+    loads = re.compile(r"torch\.load\(([^)]*)\)")
+    found = {
+        f"{path.relative_to(ROOT)}: {call}"
+        for folder in ("spmdrl", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        for call in loads.findall(path.read_text(encoding="utf-8"))
+        if "weights_only=True" not in call
+    }
+    assert found == set()
+
+
 def test_what_programs_print_is_made_printable_in_one_place() -> None:
     """Files may hold characters that a terminal obeys."""
     # The last two are programs that other processes start, and say nothing that others have written.
