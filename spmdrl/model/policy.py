@@ -111,8 +111,8 @@ class TokenLogprobs(NamedTuple):
     """The policy's result for each token of a micro-batch; entry t is about token t.
 
     Both are 0 for tokens that are not `predicted`, and for the first token of a sequence: the head computes what is
-    needed, and nothing of prompts or filling. A tuple, because FSDP finds the tensors of which it waits for a gradient
-    in tuples, lists and dicts, and up to torch 2.11 nowhere else.
+    needed, and nothing of prompts or filling. It is a tuple because FSDP, up to torch 2.11, reduces no gradients of a
+    model whose results are in anything but tuples, lists and dicts.
     """
 
     logprobs: Tensor  # [T] float32, nats
