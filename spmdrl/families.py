@@ -67,7 +67,7 @@ class ModelFamily:
     delta_net: Literal["fused", "separate"] | None = None
     # model/mamba2.py: it has layers of Mamba 2.
     mamba2: Mamba2 | None = None
-    # model/short_conv.py: it has convolutions in the place of attention.
+    # model/recurrent.py: it has convolutions in the place of attention.
     has_short_convs: bool = False
     # The engines that compute the trainer's bits with `true_on_policy = true`.
     exact_engines: tuple[Literal["torch", "sglang"], ...] = ()

@@ -56,7 +56,7 @@ def _quantized(model: Any, target: _Target) -> Replaced:
 REPLACEMENTS: tuple[Callable[[Any, _Target], Replaced], ...] = (
     lambda model, _: joining_experts(model),  # experts.py: experts that may be left without any token
     lambda model, _: layers_by_length(model),  # rotary.py: rotary embeddings of each sequence's own length
-    _recurrent,  # recurrent.py, mamba2.py, short_conv.py: layers whose state starts with every sequence
+    _recurrent,  # recurrent.py: layers whose state starts with every sequence
     _split,  # split.py, tensor_parallel.py, experts.py: parts of layers, by parallel.tp and parallel.ep
     _computed,  # operators.py: fused.py, those of a CPU, or exact/ with an engine's bits
     _quantized,  # lora/quantized.py: frozen weights of linear layers in few bits

@@ -1,9 +1,8 @@
-"""Recurrent layers over packed sequences: a state starts with every sequence, or goes on from an earlier call.
+"""Recurrent layers over packed sequences: a state starts with every sequence, or continues that of an earlier call.
 
 A layer of transformers takes [batch, tokens] and knows no boundaries inside a row. Here the layer keeps its weights,
-and its forward pass takes the lengths of the packed sequences. This file has gated delta nets, with `gated_delta.py` or
-the kernels in `gated_delta_cuda.py`; `mamba2.py` has Mamba 2, and `short_conv.py` short convolutions and the forward
-pass that all share.
+and its forward pass (`mixer.py`) takes the lengths of the packed sequences. The rules are in files of their own:
+`gated_delta.py`, or the kernels in `gated_delta_cuda.py`, and `ssd.py` for Mamba 2.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.families import FAMILIES, family_of
+from spmdrl.families import FAMILIES, ModelFamily, family_of
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.layer_kinds import recurrent_layers
-from spmdrl.model.mamba2 import MIXERS as MAMBA2
-from spmdrl.model.short_conv import BLOCKS, Mixer, Projected, Weights
-from spmdrl.model.short_conv import MIXERS as SHORT_CONVS
+from spmdrl.model.layer_states import LayerStates, NodeLevels
+from spmdrl.model.mixer import Mixer, Projected, Weights
+from spmdrl.model.ssd import state_space_rule
 
 
 class _GatedDeltaNet(Mixer):
-    """The computation that all kinds share; projections, and the order of what they give, differ."""
+    """Gated delta nets; kinds differ in their projections, and in the order of what these give."""
 
     num_k_heads: int
     num_v_heads: int
@@ -94,13 +93,158 @@ class _WithSeparateProjections(_GatedDeltaNet):
         return Projected(channels, z, (self.in_proj_b(hidden), self.in_proj_a(hidden)))
 
 
-_PROJECTIONS: dict[str, type[_GatedDeltaNet]] = {"fused": _WithFusedProjections, "separate": _WithSeparateProjections}
-_MIXERS: dict[str, type[Mixer]] = {
-    f"{family.classes}GatedDeltaNet": _PROJECTIONS[family.delta_net]
-    for family in FAMILIES.values()
-    if family.delta_net is not None
-}
-_MIXERS |= MAMBA2 | SHORT_CONVS
+class _Mamba2(Mixer):
+    """Mamba 2, of Nemotron-H, Granite 4, Bamba and Falcon-H1.
+
+    Each of H heads has a state [N, P]; groups of heads share what reads and what writes it (C and B). All of it is
+    computed in float32 by `ssd.py`, on a CPU as on CUDA: no package is needed. Ranks that share the tokens of sequences
+    exchange them for heads; those that have a part of a group's heads each get what the group shares.
+    """
+
+    num_heads: int
+    head_dim: int
+    n_groups: int
+    ssm_state_size: int
+    intermediate_size: int
+    time_step_limit: tuple[float, float]
+    in_proj: nn.Module
+    conv1d: nn.Conv1d
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+    norm: nn.Module
+
+    def _project(self, hidden: Tensor) -> Projected:
+        widths = (self.intermediate_size, len(self.conv1d.weight), self.num_heads)
+        gate, channels, steps = self._projected(hidden).split(widths, dim=-1)
+        return Projected(channels, gate, [steps])
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        """Map hidden [T, D] to gates, what is convolved, and time steps, side by side."""
+        projected: Tensor = self.in_proj(hidden)
+        return projected
+
+    def _weights(self) -> Weights:
+        return Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, (self.A_log, self.dt_bias, self.D))
+
+    def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
+        """Split channels into values, which belong to heads, and keys and queries, which belong to groups.
+
+        Of a group that several ranks have a part of, each gets a copy.
+        """
+        shared = self.n_groups * self.ssm_state_size
+        copies = max(1, num_ranks // self.n_groups)
+        values, *grouped = x.split((self.intermediate_size, shared, shared), dim=dim)
+        by_group = [y.unflatten(dim, (self.n_groups, -1)).repeat_interleave(copies, dim=dim) for y in grouped]
+        return [values, *(y.flatten(dim, dim + 1) for y in by_group)]
+
+    def _rule(
+        self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the rule to values, keys and queries side by side [T, C], with time steps [T, H]."""
+        (steps,), (decay, time_step, skip) = of_heads, weights.of_heads
+        width = steps.shape[1] * self.head_dim
+        shared = (mixed.shape[1] - width) // 2
+        value, key, query = mixed.float().split((width, shared, shared), dim=-1)
+        value = value.unflatten(-1, (-1, self.head_dim))
+        time = F.softplus(steps.float() + time_step.float()).clamp(*self.time_step_limit)
+        out, state = state_space_rule(
+            query.unflatten(-1, (-1, self.ssm_state_size)),
+            key.unflatten(-1, (-1, self.ssm_state_size)),
+            value * time.unsqueeze(-1),
+            -decay.float().exp() * time,
+            seqlens,
+            state,
+        )
+        return (out + value * skip.float().unsqueeze(-1)).flatten(1), state
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        normed: Tensor = self.norm(out, gate)
+        return normed
+
+
+class _FalconMamba2(_Mamba2):
+    """Falcon-H1's, with multipliers, and where the norm may be left out."""
+
+    mup_vector: Tensor
+    ssm_in_multiplier: float
+    mamba_rms_norm: bool
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        return super()._projected(hidden * self.ssm_in_multiplier) * self.mup_vector[0]
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        return super()._gated(out, gate) if self.mamba_rms_norm else out * F.silu(gate)
+
+
+class _ShortConv(Mixer):
+    """LFM2's layer, without attention: what a token projects to is multiplied, convolved, and multiplied again."""
+
+    activation = None
+    conv: nn.Conv1d
+    in_proj: nn.Module
+
+    def _project(self, hidden: Tensor) -> Projected:
+        b, c, x = self.in_proj(hidden).chunk(3, dim=-1)
+        return Projected(b * x, gate=c)
+
+    def _weights(self) -> Weights:
+        return Weights(self.conv.weight.squeeze(1), self.conv.bias)
+
+    def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
+        return [x]
+
+    def _rule(
+        self, mixed: Tensor, of_heads: Any, weights: Any, seqlens: list[int], state: Any
+    ) -> tuple[Tensor, Tensor]:
+        return mixed, mixed.new_zeros(len(seqlens), 0, dtype=torch.float32)  # its inputs are all the state
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        return gate * out
+
+
+class _Block(nn.Module):
+    """A block of LFM2: transformers' own does not hand its caller's arguments to the convolution."""
+
+    is_attention_layer: bool
+    self_attn: nn.Module
+    conv: nn.Module
+    operator_norm: nn.Module
+    ffn_norm: nn.Module
+    feed_forward: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        seqlens: list[int] | NodeLevels,
+        states: LayerStates | None = None,
+        **attention: Any,
+    ) -> Tensor:
+        """hidden_states is [1, T, D], as is the result."""
+        normed = self.operator_norm(hidden_states)
+        if self.is_attention_layer:
+            mixed, _ = self.self_attn(normed, **attention)
+        else:
+            mixed = self.conv(normed, seqlens=seqlens, states=states)
+        hidden_states = hidden_states + mixed
+        out: Tensor = hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
+        return out
+
+
+def _mixers(family: ModelFamily) -> Iterator[tuple[str, type[Mixer]]]:
+    """Yield a family's recurrent layers: the names of transformers' classes, and ours."""
+    if family.delta_net is not None:
+        has_fused = family.delta_net == "fused"
+        yield f"{family.classes}GatedDeltaNet", _WithFusedProjections if has_fused else _WithSeparateProjections
+    if family.mamba2 is not None:
+        yield f"{family.classes}{family.mamba2.mixer}", _FalconMamba2 if family.mamba2.has_multipliers else _Mamba2
+    if family.has_short_convs:
+        yield f"{family.classes}ShortConv", _ShortConv
+
+
+_MIXERS = dict(mixer for family in FAMILIES.values() for mixer in _mixers(family))
+_BLOCKS = {f"{family.classes}DecoderLayer": _Block for family in FAMILIES.values() if family.has_short_convs}
 
 
 def packed_layers(model: nn.Module, context: DeviceMesh | None = None) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
@@ -110,7 +254,7 @@ def packed_layers(model: nn.Module, context: DeviceMesh | None = None) -> Iterat
     """
     for module in model.modules():
         kind = type(module)
-        if mixer := (_MIXERS | BLOCKS).get(kind.__name__):
+        if mixer := (_MIXERS | _BLOCKS).get(kind.__name__):
             yield module, type(kind.__name__, (mixer, kind), {"__module__": kind.__module__, "context": context})
 
 

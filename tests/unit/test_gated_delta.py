@@ -21,7 +21,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet, torch_chunk_gated_delta_rule
 
 from spmdrl.config import ParallelConfig
-from spmdrl.model import chunks, gated_delta, gated_delta_cuda, short_conv
+from spmdrl.model import chunks, gated_delta, gated_delta_cuda, mixer
 from spmdrl.model.layers import set_classes
 from spmdrl.model.load import load_model_config, parallel_model_problems
 from spmdrl.model.recurrent import packed_layers
@@ -286,7 +286,7 @@ def test_an_engine_and_a_trainer_may_ask_for_the_same_lengths() -> None:
     seqlens = [3, 19]
     _, packed = pair("Qwen3.5")
     hidden = torch.randn(1, sum(seqlens), HIDDEN)
-    for cached in (chunks.cut, short_conv._places):
+    for cached in (chunks.cut, mixer._places):
         cached.cache_clear()
     with torch.inference_mode():
         expected = packed(hidden, seqlens=seqlens, states=States())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmdrl.model.gated_delta import gated_delta_rule
-from spmdrl.model.short_conv import causal_conv
+from spmdrl.model.mixer import causal_conv
 
 LENGTH, SEQUENCES = 45, 3  # more than one chunk
 

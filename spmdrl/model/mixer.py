@@ -1,11 +1,11 @@
-"""Causal depthwise convolutions over packed sequences, each of which continues from its own inputs.
+"""The forward pass of all recurrent layers over packed sequences: a causal convolution, then a rule of the layer's own.
 
-Recurrent layers have one in front of their rule, and their forward pass is here. In LFM2 the convolution is all that
-mixes tokens: the whole layer is here.
+`recurrent.py` has the layers.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.activations import ACT2FN
 
-from spmdrl.families import FAMILIES
 from spmdrl.model import gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
 from spmdrl.model.layer_states import LayerStates, NodeLevels, mix_sequences
@@ -102,7 +101,7 @@ class Projected(NamedTuple):
     of_heads: Sequence[Tensor] = ()  # [T, H] each
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, abc.ABC):
     """The forward pass of all recurrent layers: a convolution of channels, then a rule with a state for each head.
 
     Heads have nothing to do with each other. Ranks that share the tokens of sequences therefore exchange them for
@@ -171,83 +170,23 @@ class Mixer(nn.Module):
             states.keep(self.layer_idx, left, state)
         return out
 
+    @abc.abstractmethod
     def _project(self, hidden: Tensor) -> Projected:
         """Map hidden [T, D]."""
-        raise NotImplementedError
 
-    def _weights(self) -> Weights:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _weights(self) -> Weights: ...
 
+    @abc.abstractmethod
     def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
         """Split channels into parts, in each of which the channels of heads follow each other."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _rule(
         self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return what heads make of their channels [T, H P], and the states [S, H, ...] float32 after each sequence."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Apply the gate, and a norm where there is one, to what heads give: [T, H P]."""
-        raise NotImplementedError
-
-
-class _ShortConv(Mixer):
-    """LFM2's layer: what a token projects to is multiplied, convolved, and multiplied again."""
-
-    activation = None
-    conv: nn.Conv1d
-    in_proj: nn.Module
-
-    def _project(self, hidden: Tensor) -> Projected:
-        b, c, x = self.in_proj(hidden).chunk(3, dim=-1)
-        return Projected(b * x, gate=c)
-
-    def _weights(self) -> Weights:
-        return Weights(self.conv.weight.squeeze(1), self.conv.bias)
-
-    def _parts(self, x: Tensor, dim: int, num_ranks: int) -> Sequence[Tensor]:
-        return [x]
-
-    def _rule(
-        self, mixed: Tensor, of_heads: Any, weights: Any, seqlens: list[int], state: Any
-    ) -> tuple[Tensor, Tensor]:
-        return mixed, mixed.new_zeros(len(seqlens), 0, dtype=torch.float32)  # its inputs are all the state
-
-    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        return gate * out
-
-
-class _Block(nn.Module):
-    """A block of LFM2: transformers' own does not hand its caller's arguments to the convolution."""
-
-    is_attention_layer: bool
-    self_attn: nn.Module
-    conv: nn.Module
-    operator_norm: nn.Module
-    ffn_norm: nn.Module
-    feed_forward: nn.Module
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        seqlens: list[int] | NodeLevels,
-        states: LayerStates | None = None,
-        **attention: Any,
-    ) -> Tensor:
-        """hidden_states is [1, T, D], as is the result."""
-        normed = self.operator_norm(hidden_states)
-        if self.is_attention_layer:
-            mixed, _ = self.self_attn(normed, **attention)
-        else:
-            mixed = self.conv(normed, seqlens=seqlens, states=states)
-        hidden_states = hidden_states + mixed
-        out: Tensor = hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
-        return out
-
-
-_FAMILIES = [family.classes for family in FAMILIES.values() if family.has_short_convs]
-MIXERS: dict[str, type[Mixer]] = {f"{classes}ShortConv": _ShortConv for classes in _FAMILIES}
-BLOCKS: dict[str, type[nn.Module]] = {f"{classes}DecoderLayer": _Block for classes in _FAMILIES}
