@@ -12,7 +12,6 @@ with what the planner says of both.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 from collections.abc import Iterable
@@ -98,7 +97,8 @@ def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:
         update(learner, batch.mini_batches, meshes, step=1)
         state = [x for values in learner.optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
         layers = [layer for layer in policy.modules() if isinstance(layer, QuantizedLinear)]
-        weights = [*policy.parameters(), *itertools.chain.from_iterable(layer.kept_tensors() for layer in layers)]
+        quantized = [x for numbers, state in (layer.stored for layer in layers) for x in (numbers, state.absmax)]
+        weights = [*policy.parameters(), *quantized]
         held = {"weights": _bytes(weights), "gradients": gradients[0], "optimizer": _bytes(state)}
     size = Model.read(config, cfg, lora=lora).size(ParallelConfig(), num_training=1)
     planned = training_memory(cfg, OPTIM, [size], compute_bytes=DTYPE.itemsize)

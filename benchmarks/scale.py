@@ -171,7 +171,7 @@ def sizes_of_others(num_ranks: int) -> Iterator[SequenceInfo]:
             index=index,
             num_tokens=prompt + response,
             num_loss_tokens=response,
-            held_by=index // ROLLOUTS_PER_RANK,
+            rank=index // ROLLOUTS_PER_RANK,
         )
 
 

@@ -225,7 +225,7 @@ class VisionFamily:
     has_padded_tower: bool = False  # which takes all images with as many patches, and the place of each patch
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Count the placeholders of an image of so many patches."""
+        """Count the placeholders of an image with this grid of patches."""
         if self.tokens_per_image is not None:
             return self.tokens_per_image
         return math.prod(grid) // self.merge**2

@@ -1,6 +1,6 @@
 """The parts that every rank of a run shares: opened once, closed once.
 
-A `Run` goes into constructors. Phases and maths get the values they need, so that their signatures say what they read.
+Constructors take a `Run`. Phases and maths get the values they need, so that their signatures say what they read.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def open_launch(
 ) -> Iterator[Launch[SettingsT]]:
     """Open a run to train it, from the checkpoint that `[resume]` chooses.
 
-    Whatever goes wrong while it is open is reported before anything is closed.
+    An error while it is open is reported before anything is closed.
     """
     with (
         RewardClient(cfg.reward, inputs.tokenizer, judged=folder.judged)

@@ -47,13 +47,13 @@ def fine_tune(run: Launch[SftConfig]) -> None:
             with steps.phase("batch"):
                 batch = build_batch(read_pairs(run, encode, step, frozen.label), plan, meshes, **cfg.weighting)
             with run.report.span("images"):
-                batch, _, looked = images.fill(batch)
+                batch, _, vision_metrics = images.fill(batch)
             with run.report.span("logprobs"):
                 batch = frozen.teach(batch, meshes)
             with steps.phase("update"), frozen.teaching():
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
-            values = steps.report(step, [batch.metrics, looked, updated])
+            values = steps.report(step, [batch.metrics, vision_metrics, updated])
             steps.finish(step, values)
 
 

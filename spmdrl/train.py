@@ -112,7 +112,7 @@ def train(run: Launch[Config]) -> None:
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():
                 with report.span("images"):  # a frozen tower looks once at each, for all that follows
-                    batch, probes, looked = images.fill(batch, probes)
+                    batch, probes, vision_metrics = images.fill(batch, probes)
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, probes, meshes)
                 with steps.phase("logprobs"):
@@ -127,7 +127,7 @@ def train(run: Launch[Config]) -> None:
                 handover.refit(version=step)
             steps.evaluate(step)
             samples = gather_samples(rewarded, batch.advantages, run.inputs.tokenizer, cfg.report, meshes.training)
-            metrics = [collected.metrics, step_metrics(rewarded, cfg), looked, probed, batch.metrics, *updates]
+            metrics = [collected.metrics, step_metrics(rewarded, cfg), vision_metrics, probed, batch.metrics, *updates]
             values = steps.report(step, metrics, samples=samples)
             adapt_coefficients(learners[POLICY].coefficients, values, cfg, rollouts=plan.rollouts_per_step)
             steps.finish(step, values)

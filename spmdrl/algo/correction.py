@@ -91,14 +91,14 @@ def off_policy_sequences(
     return on_tokens(bad & (distance > delta_nats), cu_seqlens, len(logprobs))
 
 
-def weight_sums(weights: Tensor, kept: Tensor, cu_seqlens: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
+def weight_sums(weights: Tensor, accepted: Tensor, cu_seqlens: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
     """(sum, number) of the weights, [] float64 each, from which a batch's mean weight is taken.
 
-    At "token" level a weight counts once for each token that is `kept`, [T] bool; at the others once for each sequence
-    that has one, whatever its length.
+    At "token" level a weight counts once for each token that is `accepted`, [T] bool; at the others once for each
+    sequence that has one, whatever its length.
     """
-    of_kept = torch.where(kept, weights, 0.0)
+    of_accepted = torch.where(accepted, weights, 0.0)
     if level == "token":
-        return of_kept.double().sum(), kept.sum().double()
-    counts = sequence_sums(kept.double(), cu_seqlens)
-    return (sequence_sums(of_kept, cu_seqlens) / counts.clamp(min=1)).sum(), (counts > 0).sum().double()
+        return of_accepted.double().sum(), accepted.sum().double()
+    counts = sequence_sums(accepted.double(), cu_seqlens)
+    return (sequence_sums(of_accepted, cu_seqlens) / counts.clamp(min=1)).sum(), (counts > 0).sum().double()

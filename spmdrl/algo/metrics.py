@@ -81,7 +81,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """One number per rollout or per group, kept for a histogram. Never per token: these travel between ranks."""
+    """One number per rollout or per group, for a histogram. Never per token: these travel between ranks."""
 
     values: tuple[float, ...]
 

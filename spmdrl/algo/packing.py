@@ -80,7 +80,7 @@ def karmarkar_karp(costs: Sequence[int], num_bins: int) -> list[list[int]]:
 def _join(one: list[Bin], other: list[Bin], num_bins: int, following: list[int]) -> list[Bin]:
     """Two solutions as one, made of the larger; costly bins of one meet cheap, or still empty, bins of the other."""
     large, small = (one, other) if len(one) >= len(other) else (other, one)
-    num_alone = num_bins - len(large)  # so many bins of `small` meet an empty one
+    num_alone = num_bins - len(large)  # the bins of `small` that meet an empty one
     changed, meeting = small[:num_alone], small[num_alone:]
     if meeting:
         cheap = large[-len(meeting) :]
@@ -110,7 +110,7 @@ def _ring(start: int, following: list[int]) -> list[int]:
 
 
 def _in_order(bins: list[list[int]], num_bins: int) -> list[list[int]]:
-    """Each ascending, and by their first indices; empty ones last, so many that there are num_bins."""
+    """Sort each bin, and bins by their first indices; add empty ones up to `num_bins`."""
     filled = sorted(sorted(indices) for indices in bins if indices)
     return filled + [[] for _ in range(num_bins - len(filled))]
 
@@ -126,7 +126,7 @@ def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def _even_out(bins: list[list[int]], costs: Sequence[int], *, enough: int) -> list[list[int]]:
-    """Lower the cost of the costliest bin to `enough`, or as far as it goes by swaps with one of the cheapest bins.
+    """Lower the cost of the costliest bin to `enough`, or as far as it gets by swaps with one of the cheapest bins.
 
     No bin ends up costlier than the costliest was. Lists ascend, and so do their first indices, empty lists last.
     """
@@ -229,7 +229,7 @@ def _fill(
 
 
 def _usable_tokens(lengths: Sequence[int], max_tokens: int, multiple: int) -> int:
-    """So many tokens a micro-batch of these can have and, after padding, not exceed max_tokens."""
+    """Return the most tokens that a micro-batch can have and, after padding, not exceed max_tokens."""
     if max_tokens < multiple:
         raise UserError(
             f"micro-batches are padded to a multiple of {multiple} tokens but pack.max_tokens_per_micro_batch = "

@@ -9,7 +9,7 @@ from torch import Tensor
 def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64: which of the S sequences each token belongs to; cu_seqlens is [S+1]."""
     places = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
-    # With its size told, the device is not waited for.
+    # With its size given, the device is not waited for.
     return places.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 

@@ -23,7 +23,7 @@ Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]  # below, SGLang samples 
 INT32_MAX = 2**31 - 1  # of anything that is counted: torch and the system count with 32 bits
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]  # of a time limit: clocks bear three years
+Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]  # of a time limit: clocks overflow after three years
 Gib = Annotated[float, Field(gt=0.0, le=2**20)]
 
 

@@ -30,7 +30,7 @@ class EngineFacts:
     exact_in_float32: bool = False  # with these kernels the residual stream is float32
 
 
-# Each name stands for a class, by its full name. Whatever a user's engine is not told here it says as its `facts`.
+# Each name stands for a class, by its full name. What is not here of a user's engine is in its `facts`.
 ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
     "torch": (
         "spmdrl.engine.torch.engine:TorchEngine",

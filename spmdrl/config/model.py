@@ -81,7 +81,7 @@ def cp_style_needs_cp(parallel: ParallelConfig) -> Iterator[str]:
 
 
 QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are kept
-Alpha = Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]  # float32 must bear what it multiplies
+Alpha = Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]  # float32 must represent what it multiplies
 _FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
 

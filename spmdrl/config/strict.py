@@ -37,7 +37,7 @@ class FileModel(BaseModel):
 def open_file(path: str | Path) -> BinaryIO:
     """Open an ordinary file to read its bytes. Raises UserError, at once for a pipe or device that would be waited for.
 
-    Every rank reads its files, some of them twice, which only an ordinary file bears.
+    Every rank reads its files, some of them twice, which only an ordinary file allows.
     """
     try:
         kind = os.stat(path).st_mode

@@ -82,9 +82,9 @@ def _agree_on_kernels(run: Run[Any]) -> LinearKernels:
 
 
 def _agree_on_layers(run: Run[Any]) -> bool:
-    """Return True when layers are to be computed in C: where this run has begun so, or all ranks can compile.
+    """Return True when layers are to be computed in C: where this run started so, or all ranks can compile.
 
-    Raises UserError on every rank when the run has begun so and a rank cannot.
+    Raises UserError on every rank when the run started so and a rank cannot.
     """
     recorded: bool | None = None
     with raise_on_all_ranks(run.meshes.world):

@@ -88,7 +88,7 @@ def serves(*tensors: Tensor | None) -> bool:
 
 
 def threads_for(amount: int) -> int:
-    """Return how many threads are worth their start for so many numbers to read, or four times as many products."""
+    """Return how many threads are worth their start to read `amount` numbers, or for four times as many products."""
     return 1 if amount < _SERIAL else torch.get_num_threads()
 
 

@@ -3,7 +3,7 @@
 For one token a row, a module's Python and small operations take as long as its products. Here a layer is four products:
 q, k and v are one, and gate and up are one, because their weights are views of one tensor. So a refit writes them where
 they are read. Models of other families, dtypes and devices decode by their own forward pass. What is decoded is text,
-whose positions of frame, row and column are equal: the language half of a model that looks at images is like any other.
+whose positions of frame, row and column are equal: the language half of a model with images is like any other.
 What an environment says is read in the same way, several new tokens to a row.
 """
 

@@ -2,7 +2,7 @@
 
 torch's fused kernel works on one sequence and one head at a time; below some hundred tokens its overhead is most of
 what it does. In C sequences may have any lengths; without a compiler a batch of sequences is two products. Backward
-computes the probabilities again, so that no more is kept for it than by other kernels.
+computes the probabilities again, so that it saves no more than other kernels.
 
 For products, sequences of similar lengths form a batch, padded at their ends. No query sees the padding of its own
 sequence, because it comes later, so the results are exact.

@@ -31,7 +31,7 @@ class SequenceInfo:
     num_read_tokens: int = 0  # those of its `observation_spans`
     num_turns: int = 0
     num_images: int = 0
-    held_by: int  # rank of the mesh
+    rank: int  # rank of the mesh
     reward: float = 0.0
     baseline_reward: float = math.nan  # nan where there is none
     earned: float = 0.0  # the rewards of the turns of the parts before
@@ -56,7 +56,7 @@ class SequenceInfo:
             num_read_tokens=sum(end - start for start, end in sequence.observation_spans),
             num_turns=len(sequence.turns),
             num_images=len(sequence.images),
-            held_by=rank,
+            rank=rank,
             reward=sequence.reward,
             baseline_reward=sequence.baseline_reward,
             earned=sequence.earned,
@@ -93,7 +93,7 @@ _IMAGE_WIDTH = 7  # the halves of the digest, first token and number of tokens, 
 _COLUMNS = {
     column.name: int if column.type == "int" else float
     for column in fields(SequenceInfo)
-    if column.name not in ("held_by", "block_hashes")
+    if column.name not in ("rank", "block_hashes")
 }
 
 
@@ -113,7 +113,7 @@ def info_rows(infos: Iterable[SequenceInfo]) -> Tensor:
 
 def _info(row: list[float], rank: int) -> SequenceInfo:
     columns: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_COLUMNS.items(), row, strict=True)}
-    return SequenceInfo(held_by=rank, **columns)
+    return SequenceInfo(rank=rank, **columns)
 
 
 def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh: DeviceMesh) -> list[SequenceInfo]:
@@ -128,12 +128,12 @@ def with_block_hashes(infos: list[SequenceInfo], sequences: list[Sequence], mesh
 def exchange(
     sequences: list[Sequence],
     infos: list[SequenceInfo],
-    goes_to: Mapping[Place, int],
+    share_of: Mapping[Place, int],
     mesh: DeviceMesh,
     *,
     ranks_per_share: int = 1,
 ) -> list[Sequence]:
-    """Send each sequence to all ranks of share goes_to[place]; return this rank's share, in global order.
+    """Send each sequence to all ranks of share share_of[place]; return this rank's share, in global order.
 
     Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks
     there is one all-to-all for integers, one for floats and, where there are some, one for routes; `infos` tells every
@@ -143,15 +143,15 @@ def exchange(
         return sorted(sequences, key=lambda sequence: sequence.place)
     mine, me, ranks = mesh.get_local_rank() // ranks_per_share, mesh.get_local_rank(), range(mesh.size())
     in_order = sorted(sequences, key=lambda sequence: sequence.place)
-    held = {info.place: info for info in infos if info.held_by == me}
-    outgoing = [[s for s in in_order if goes_to[s.place] == rank // ranks_per_share] for rank in ranks]
+    own = {info.place: info for info in infos if info.rank == me}
+    outgoing = [[s for s in in_order if share_of[s.place] == rank // ranks_per_share] for rank in ranks]
     stays, outgoing[me] = outgoing[me], []
-    comes = (info for info in infos if goes_to[info.place] == mine and info.held_by != me)
-    incoming = sorted(comes, key=lambda info: (info.held_by, info.place))
+    comes = (info for info in infos if share_of[info.place] == mine and info.rank != me)
+    incoming = sorted(comes, key=lambda info: (info.rank, info.place))
 
     def splits(width: Callable[[SequenceInfo], int]) -> tuple[list[int], list[int]]:
-        sent = [sum(width(held[s.place]) for s in part) for part in outgoing]
-        received = [sum(width(info) for info in incoming if info.held_by == rank) for rank in ranks]
+        sent = [sum(width(own[s.place]) for s in part) for part in outgoing]
+        received = [sum(width(info) for info in incoming if info.rank == rank) for rank in ranks]
         return sent, received
 
     # The rewards of whole rollouts are known already.
@@ -181,7 +181,7 @@ def exchange(
 
 
 def send_tensors(
-    held: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
     sizes: Mapping[str, torch.Size],
     *,
     dtype: torch.dtype,
@@ -191,15 +191,15 @@ def send_tensors(
 ) -> dict[str, Tensor]:
     """Send tensors of the host to all ranks that want them; return those that this rank wants, by name.
 
-    `held` are this rank's. Of all ranks' tensors, all ranks know the same: their `sizes`, in the same order, the rank
+    `local` are this rank's. Of all ranks' tensors, all ranks know the same: their `sizes`, in the same order, the rank
     that sends each of them, and the names that each rank has `wanted` [R]. All have the same dtype.
     """
     me, ranks = mesh.get_local_rank(), range(mesh.size())
-    kept = {name: held[name] for name in wanted[me] if sent_by[name] == me}
+    own = {name: local[name] for name in wanted[me] if sent_by[name] == me}
     outgoing = [[name for name in sizes if sent_by[name] == me and name in wanted[rank]] for rank in ranks]
     incoming = [[name for name in sizes if sent_by[name] == rank and name in wanted[me]] for rank in ranks]
     outgoing[me] = incoming[me] = []
-    sent = [held[name].to(dtype).reshape(-1) for names in outgoing for name in names]
+    sent = [local[name].to(dtype).reshape(-1) for names in outgoing for name in names]
     # As bytes: not every backend knows every dtype.
     flat = torch.cat([torch.empty(0, dtype=dtype), *sent]).view(torch.uint8)
 
@@ -209,7 +209,7 @@ def send_tensors(
     received = _all_to_all(flat, num_bytes(outgoing), num_bytes(incoming), mesh).view(dtype)
     names = [name for of_rank in incoming for name in of_rank]
     parts = received.split([sizes[name].numel() for name in names])
-    return kept | {name: part.view(sizes[name]) for name, part in zip(names, parts, strict=True)}
+    return own | {name: part.view(sizes[name]) for name, part in zip(names, parts, strict=True)}
 
 
 def _whole_numbers(sequence: Sequence) -> Iterator[int]:

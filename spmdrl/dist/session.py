@@ -224,7 +224,7 @@ def _keep_gloo_single_threaded(num_threads: int) -> None:
 
 def _bound_onednn() -> None:
     """Limit the kernels that oneDNN keeps, each compiled for one shape. Packed batches have many shapes: at its own
-    limit, 1,024, it held 450 MiB after 500 of them, and 190 at this one. It reads the variables at its first product.
+    limit, 1,024, it took 450 MiB after 500 of them, and 190 at this one. It reads the variables at its first product.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(_ONEDNN_KERNELS))

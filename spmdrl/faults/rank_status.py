@@ -115,7 +115,7 @@ def own_host() -> str:
 # One rank's heartbeat: the status file and the log that it writes for the other ranks, and what it reads of theirs.
 
 
-BEAT_S = 5.0  # between two beats when nothing changes; shared storage must bear one from every rank
+BEAT_S = 5.0  # between two beats when nothing changes; shared storage gets one from every rank
 BEATS_MISSED = 3  # a rank that has missed this many is not responding
 
 

@@ -156,7 +156,7 @@ class Starter(Protocol):
     """Starts the processes of a launch, the second one after the first."""
 
     def check(self, output: IO[str]) -> Process:
-        """Start the dry run, whose standard output goes to a file."""
+        """Start the dry run, with its standard output in a file."""
         ...
 
     def ranks(self) -> Process:

@@ -60,7 +60,7 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text, on standard output unless another stream is given, with nothing that is not printable.
 
     All that a program of the package prints passes through here. Raises OSError about `OUTPUT` where nothing takes it;
-    more that is printed there is then thrown away. Of standard error nobody could be told.
+    more that is printed there is then thrown away. A lost standard error is not reported: there is no place for it.
     """
     stream = stream or sys.stdout
     try:
@@ -88,7 +88,7 @@ def lost_output(error: OSError) -> int:
     return 2
 
 
-def bears_lost_output(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+def tolerates_lost_output(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """Let a program end as `lost_output` says where nothing takes what it prints."""
 
     @functools.wraps(main)

@@ -172,40 +172,40 @@ def importance_weights(
     return ImportanceWeights(weights.float(), means)
 
 
-def kept_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:
+def accepted_tokens(micro_batch: MicroBatch, correction: CorrectionConfig) -> Tensor:
     """[T] bool: the loss tokens that neither rejection nor veto takes out of the loss."""
     mask, cu_seqlens, mismatch = micro_batch.loss_mask, micro_batch.cu_seqlens, _old_mismatch(micro_batch)
-    kept = mask
+    accepted = mask
     if correction.reject != "none":
         log_weight = log_weights(mismatch, mask, cu_seqlens, level=correction.reject)
         low, high = correction.reject_low or 0.5, correction.reject_high or 2.0
-        kept = kept & ~outside(log_weight, low=low, high=high)
+        accepted = accepted & ~outside(log_weight, low=low, high=high)
     if correction.veto_below is not None:
-        kept = kept & ~vetoed(mismatch, mask, cu_seqlens, below=correction.veto_below)
-    return kept
+        accepted = accepted & ~vetoed(mismatch, mask, cu_seqlens, below=correction.veto_below)
+    return accepted
 
 
-def kept_counts(micro_batch: MicroBatch, kept: Tensor) -> Tensor:
-    """[S, 2] float64: the rollout's index of each sequence, and its kept tokens. A rollout's sequences may lie in
+def accepted_counts(micro_batch: MicroBatch, accepted: Tensor) -> Tensor:
+    """[S, 2] float64: the rollout's index of each sequence, and its accepted tokens. A rollout's sequences may lie in
     several micro-batches, on several ranks."""
     indices = torch.tensor(micro_batch.sequence_index, dtype=torch.float64)
-    return torch.stack([indices, sequence_sums(kept.double(), micro_batch.cu_seqlens)], dim=1)
+    return torch.stack([indices, sequence_sums(accepted.double(), micro_batch.cu_seqlens)], dim=1)
 
 
-def batch_sums(micro_batch: MicroBatch, kept: Tensor, correction: CorrectionConfig) -> Tensor:
-    """[2] float64, to be summed over micro-batches and ranks: the sum and the number of the kept tokens' weights, 0 and
-    0 when weights are not normalised."""
+def batch_sums(micro_batch: MicroBatch, accepted: Tensor, correction: CorrectionConfig) -> Tensor:
+    """[2] float64, to be summed over micro-batches and ranks: the sum and the number of the accepted tokens' weights;
+    0 and 0 when weights are not normalised."""
     if not correction.batch_normalize:
         return torch.zeros(2, dtype=torch.float64)
     how = _weighting(correction)
     raw = log_weights(_old_mismatch(micro_batch), micro_batch.loss_mask, micro_batch.cu_seqlens, level=how.level)
     weights = bounded_weights(raw, mode=how.mode, low=how.low, high=how.high)
-    return torch.stack(weight_sums(weights, kept, micro_batch.cu_seqlens, level=how.level))
+    return torch.stack(weight_sums(weights, accepted, micro_batch.cu_seqlens, level=how.level))
 
 
-def settle(
+def apply_rejection(
     micro_batch: MicroBatch,
-    kept: Tensor,
+    accepted: Tensor,
     counts: Mapping[int, int],
     global_sums: list[float],
     *,
@@ -213,10 +213,10 @@ def settle(
     max_response_tokens: int,
     weight: float = 1.0,
 ) -> MicroBatch:
-    """Return the micro-batch with loss weights of the kept tokens only, `weight` times those of the aggregation, and
-    with the scale of its correction weights.
+    """Return the micro-batch with loss weights of the accepted tokens only, `weight` times those of the aggregation,
+    and with the scale of its correction weights.
 
-    `counts` are the kept tokens of all rollouts of the mini-batch, by index, and `global_sums` its `batch_sums`.
+    `counts` are the accepted tokens of all rollouts of the mini-batch, by index, and `global_sums` its `batch_sums`.
     """
     weight_total, weight_count = global_sums
     per_sequence = token_weights(
@@ -226,11 +226,11 @@ def settle(
         global_rollouts=sum(count > 0 for count in counts.values()),
         max_response_tokens=max_response_tokens,
     )
-    on_each = on_tokens(torch.tensor(per_sequence), micro_batch.cu_seqlens, len(kept))
+    on_each = on_tokens(torch.tensor(per_sequence), micro_batch.cu_seqlens, len(accepted))
     # Where every weight is 0 there is nothing to scale.
     scale = weight_count / weight_total if weight_total else 1.0
     scales = torch.full_like(on_each, scale, dtype=torch.float64)
-    return replace(micro_batch, loss_weights=weight * on_each * kept, mismatch_scale=scales)
+    return replace(micro_batch, loss_weights=weight * on_each * accepted, mismatch_scale=scales)
 
 
 def _old_mismatch(micro_batch: MicroBatch) -> Tensor:

@@ -27,7 +27,7 @@ from spmdrl.memory.activations import Level
 
 _FLOAT32 = 4
 PREFILL_TOKENS = 16384  # in one prefill of the torch engine
-KEPT_TOKENS = 16384  # placeholders whose features the torch engine keeps beside those of a prefill
+CACHED_TOKENS = 16384  # placeholders whose features the torch engine caches beside those of a prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,6 @@ def engine_bytes(tower: Tower, cfg: Config, *, num_rows: int, compute_bytes: int
     """Bytes that looking at images adds to the torch engine with `num_rows` rollouts at most: one pass, and features of
     a prefill and of those before it."""
     shown = cfg.data.max_prompt_tokens + (cfg.rollout.max_response_tokens if cfg.environment is not None else 0)
-    tokens = min(num_rows * shown, PREFILL_TOKENS + KEPT_TOKENS)
+    tokens = min(num_rows * shown, PREFILL_TOKENS + CACHED_TOKENS)
     features = tokens * tower.features_elements * compute_bytes
     return features + pass_bytes(tower, num_patches=cfg.pack.max_patches_per_pass, compute_bytes=compute_bytes)

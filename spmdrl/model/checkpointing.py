@@ -48,7 +48,7 @@ _EXPENSIVE = frozenset(
 )
 
 
-# transformers adds the biases of experts to these products in place, and a kept result must not change afterwards.
+# transformers adds the biases of experts to these products in place, and a saved result must not change afterwards.
 _CHANGED_BY_BIASES = frozenset({"aten::_grouped_mm", "aten::bmm", "aten::baddbmm"})
 
 _is_cheap: ContextVar[bool] = ContextVar("_is_cheap", default=False)
@@ -78,16 +78,16 @@ def checkpoint_layers(
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputed == "selective":
         has_biased_experts = any(".experts." in name and name.endswith("_bias") for name, _ in model.named_parameters())
-        kept = _EXPENSIVE - _CHANGED_BY_BIASES if has_biased_experts else _EXPENSIVE
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
+        saved = _EXPENSIVE - _CHANGED_BY_BIASES if has_biased_experts else _EXPENSIVE
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_save_or_recompute, saved))
     model.gradient_checkpointing_enable(options)
     for layer in layers[::every_layers]:
         layer.training = True
 
 
-def _keep(
-    kept: frozenset[str], _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+def _save_or_recompute(
+    saved: frozenset[str], _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]  # without the overload
-    is_kept = name in kept and not _is_cheap.get()
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = name in saved and not _is_cheap.get()
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -333,7 +333,7 @@ class _ChunkView:
 class _AllGatherAttention:
     """Attend one group of heads after the other: receive its keys and values, attend, and free them.
 
-    The backward pass receives them and attends again, so only local tensors are kept for it.
+    The backward pass receives them and attends again, so only local tensors are saved for it.
     """
 
     chunk_view: Callable[[int | None], _ChunkView]  # for a window

@@ -156,7 +156,7 @@ class _Norm(nn.Module):
 
 
 class _HeadNorm(nn.Module):
-    """The norm of each head [T, H, D] and its rotation; a module, so that whoever wraps its forward sees the weight."""
+    """The norm of each head [T, H, D] and its rotation; a module, so that a wrapper of its forward sees the weight."""
 
     weight: nn.Parameter
     variance_epsilon: float

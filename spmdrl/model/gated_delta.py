@@ -58,11 +58,11 @@ def _one_token_each(
     q, k = (_unit(x.float())[0].repeat_interleave(groups, dim=1).unsqueeze(-2) for x in (query, key))  # [S, H, 1, Dk]
     if state is None:
         state = q.new_zeros(*q.shape[:2], q.shape[-1], value.shape[-1])
-    kept, beta = decay.float().exp()[..., None, None], beta.float()[..., None, None]
-    by_q, by_k = (torch.cat((q, k), dim=-2) @ state * kept).split(1, dim=-2)
+    retained, beta = decay.float().exp()[..., None, None], beta.float()[..., None, None]
+    by_q, by_k = (torch.cat((q, k), dim=-2) @ state * retained).split(1, dim=-2)
     correction = beta * (value.float().unsqueeze(-2) - by_k)  # [S, H, 1, Dv]
     out = (by_q + (q * k).sum(-1, keepdim=True) * correction) * q.shape[-1] ** -0.5
-    return out.squeeze(-2).to(value.dtype), (state * kept).addcmul_(k.transpose(-1, -2), correction)
+    return out.squeeze(-2).to(value.dtype), (state * retained).addcmul_(k.transpose(-1, -2), correction)
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class _Block:
         by_decay = of_spans(by_attention * self.attention + by_system * self.system)
         by_attention.mul_(self.between)
         by_system.mul_(self.between).tril_(-1)
-        # First what comes from the state before the chunk, and what goes into the state after it.
+        # First what comes from the state before the chunk, and what is written into the state after it.
         by_q = torch.bmm(by_out, states).mul_(self.since_start)
         by_k_read = torch.bmm(by_solved, states).mul_(-self.since_start)  # but for the factor beta
         by_k_written = by_k_writing.mul_(self.to_end)

@@ -53,7 +53,7 @@ from spmdrl.types import UserError
 ModelT = TypeVar("ModelT", bound=PackedModel)
 
 Role = Literal["trained", "base", "reference", "resident"]
-_KEPT_BYTES = 2**25  # freed while weights are copied, before it is returned to the system
+_MAX_FREED_BYTES = 2**25  # freed while weights are copied, before it is returned to the system
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -299,11 +299,11 @@ def load_packed(
     started = {} if start is None else {name: x for name, x in start(model).items() if name in problems["missing_keys"]}
     if missing := sorted(problems["missing_keys"] - started.keys()):
         raise UserError(lacking(cfg.path, missing))
-    if mismatched := sorted((name, list(held), list(wanted)) for name, held, wanted in problems["mismatched_keys"]):
-        name, held, wanted = mismatched[0]
+    if mismatched := sorted(problems["mismatched_keys"]):
+        name, shape, expected = mismatched[0]
         raise UserError(
             f'model.path = "{cfg.path}" holds {len(mismatched)} weights of another shape than its config.json '
-            f"requires; the first is {name}: {held} instead of {wanted}"
+            f"requires; the first is {name}: {list(shape)} instead of {list(expected)}"
         )
     (policy,) = built
     materialize_shards(policy, torch.device("cpu") if offload else device)
@@ -378,7 +378,7 @@ def _from_pretrained(
 
 @torch.no_grad()
 def materialize_shards(policy: PackedModel, device: torch.device) -> None:
-    """Copy every shard into new memory on `device`, and quantize what is kept in few bits.
+    """Copy every shard into new memory on `device`, and quantize what is to be in few bits.
 
     safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone
     overwrites the directory.
@@ -389,7 +389,7 @@ def materialize_shards(policy: PackedModel, device: torch.device) -> None:
             module.keep(module.weight.to(device))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                continue  # it says what is kept elsewhere
+                continue  # it describes what is stored elsewhere
             holders.setdefault(id(parameter), []).append((module, name))
     num_freed_bytes = 0
     for places in holders.values():
@@ -399,7 +399,7 @@ def materialize_shards(policy: PackedModel, device: torch.device) -> None:
         for module, name in places:
             setattr(module, name, copied)
         num_freed_bytes += getattr(module, name).to_local().nbytes
-        if num_freed_bytes > _KEPT_BYTES:  # of memory in pieces into which the next shards do not fit
+        if num_freed_bytes > _MAX_FREED_BYTES:  # of memory in pieces into which the next shards do not fit
             return_freed_memory()
             num_freed_bytes = 0
     for module in policy.modules():

@@ -100,7 +100,7 @@ def _summary(
     IS_SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each token: goes along its row, and scales its sums down when it finds a larger logit."""
+    """One program for each token: reads its row, and scales its sums down when it finds a larger logit."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     place = tl.load(targets + token) - start

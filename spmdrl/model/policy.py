@@ -220,14 +220,14 @@ class PackedModel(nn.Module):
     def _placed(self, micro_batch: MicroBatch, chunk: slice) -> PlacedFeatures | None:
         """Return the part of the images that is among this rank's tokens; None where the micro-batch has none.
 
-        A model that looks at pixels itself gets an empty part, so that its backward pass goes through the tower too.
+        A trained tower gets an empty part, so that the backward pass reaches it too.
         """
         distinct, features = micro_batch.distinct_images, micro_batch.image_features
         if micro_batch.pixels is not None:
             grids = [image.grid for image in distinct.values()] or [self.trunk.blank_image()[1]]
             features = tuple(self.trunk.encode(micro_batch.pixels, grids))
         if features is None:
-            assert not distinct, "nothing has looked at the images of this micro-batch"
+            assert not distinct, "nothing has encoded the images of this micro-batch"
             return None
         table = torch.cat([self._on_device(of_image) for of_image in features])
         starts = accumulate((image.num_tokens for image in distinct.values()), initial=0)

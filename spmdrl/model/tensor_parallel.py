@@ -122,12 +122,12 @@ def own_weight(parameter: Tensor) -> Tensor:
 @contextmanager
 def parameters_as(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace each of the module's own parameters by `transform(parameter)` inside this block."""
-    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    module._parameters.update({name: transform(parameter) for name, parameter in held.items()})  # type: ignore[misc]
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    module._parameters.update({name: transform(parameter) for name, parameter in parameters.items()})  # type: ignore[misc]
     try:
         yield
     finally:
-        module._parameters.update(held)
+        module._parameters.update(parameters)
 
 
 class SharedCopy:
@@ -232,7 +232,7 @@ def sum_weight_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Split the vocabulary: each rank looks up its own tokens, and the results are summed over the ranks."""
+    """Split the vocabulary: each rank has the rows of its own tokens, and the results are summed over the ranks."""
     split_parameter(module, "weight", mesh, Shard(0))
     num_rows = module.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * num_rows

@@ -74,7 +74,7 @@ class Trunk:
         """Run the decoder over T tokens.
 
         Takes token_ids [T] and positions [T] or [3, T], both int64, and lengths [T] int64 on the host, those of the
-        tokens' whole sequences; returns hidden states [T, D]. `attention` goes to the layers: `attend`, `seqlens`. A
+        tokens' whole sequences; returns hidden states [T, D]. `attention` is for the layers: `attend`, `seqlens`. A
         placeholder that is not among the rows of `images` is text.
         """
         inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}

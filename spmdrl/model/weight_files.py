@@ -147,8 +147,8 @@ def missing_weight_problems(
     folder = Path(path)
     places, stored = _places(folder), _heads(folder)
     weights = as_numbers(stored, quantization_of(folder))
-    held = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in weights.items()}
-    missing, others = _loaded(model, held)
+    empty = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in weights.items()}
+    missing, others = _loaded(model, empty)
     others = {name for name in others if not _is_left_out(model, name)}
     if others and not may_have_others:
         yield (
@@ -167,14 +167,18 @@ def missing_weight_problems(
         yield lacking(path, sorted(missing))
 
 
-def _loaded(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> tuple[set[str] | None, set[str]]:
+def _loaded(model: PreTrainedModel, empty: dict[str, torch.Tensor]) -> tuple[set[str] | None, set[str]]:
     """Return the parameters that such tensors do not make, and those of them of which none is made; None and none where
     they cannot be made without values."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it would print a table of what is missing
     try:
         _, found = type(model).from_pretrained(
-            None, config=copy.deepcopy(model.config), state_dict=held, device_map={"": "meta"}, output_loading_info=True
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=empty,
+            device_map={"": "meta"},
+            output_loading_info=True,
         )
         return {*found["missing_keys"]}, {*found["unexpected_keys"]}
     except Exception:
@@ -233,7 +237,7 @@ def _hash(file: Path) -> str:
 _OF_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 
 
-def kept_names(model: PreTrainedModel, path: str) -> list[str]:
+def unused_names(model: PreTrainedModel, path: str) -> list[str]:
     """Return the names of the weights in the directory at `path` that transformers leaves out: those that the model's
     class names, and those of layers after its last one."""
     return sorted(name for name in stored_weights(path) if _is_left_out(model, name))
@@ -245,13 +249,13 @@ def _is_left_out(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
 
 
-def read_kept(names: Iterable[str], path: str) -> dict[str, Tensor]:
+def read_unused(names: Iterable[str], path: str) -> dict[str, Tensor]:
     """Read such weights, into host memory."""
     weights = stored_weights(path)
     return {name: weights[name][...] for name in names}
 
 
-def kept_line(names: Sequence[str]) -> str | None:
+def unused_line(names: Sequence[str]) -> str | None:
     """Tell the user about such weights; None where there are none."""
     if not names:
         return None

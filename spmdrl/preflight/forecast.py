@@ -36,7 +36,7 @@ from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
 from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parameter_shapes
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
-from spmdrl.model.lora.policy import adapter_sizes, kept_bytes
+from spmdrl.model.lora.policy import adapter_sizes, quantized_bytes
 from spmdrl.preflight.shapes import decoder_of, expert_names, split_by_tp, tower_names, tower_of
 
 
@@ -67,7 +67,7 @@ class Model:
         """Derive a policy's shapes from transformers' `config`. Raises UserError for adapters that it cannot have."""
         targets = {} if lora is None else adapter_sizes(config, cfg, lora)
         keeps_start = lora is not None and lora.init != "default"
-        quantized = {} if lora is None or lora.base is None else kept_bytes(config, cfg, lora.base)
+        quantized = {} if lora is None or lora.base is None else quantized_bytes(config, cfg, lora.base)
         shapes, frozen = parameter_shapes(config, cfg), frozen_names(config, cfg)
         return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized, frozen_models)
 

@@ -18,7 +18,7 @@ from spmdrl.config import Algorithm, Config, LossConfig
 from spmdrl.config.plan import needs_global_stats
 from spmdrl.dist.collectives import gather_rows, sum_over
 from spmdrl.dist.mesh import Meshes
-from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
+from spmdrl.learn.correction import accepted_counts, accepted_tokens, apply_rejection, batch_sums
 from spmdrl.step.batch import Batch
 from spmdrl.types import MicroBatch, MiniBatch
 
@@ -123,7 +123,7 @@ def _corrected(
     """Yield the micro-batches as the algorithm sees them, settled."""
     correction = algorithm.correction
     seen = [[one.owned_by(place) for one in mini_batch] for mini_batch in batch.mini_batches]
-    accepted = [[kept_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in seen]
+    accepted = [[accepted_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in seen]
     pairs = [list(zip(*both, strict=True)) for both in zip(seen, accepted, strict=True)]
     local = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for sums, of_mini_batch in zip(local, pairs, strict=True):
@@ -132,7 +132,7 @@ def _corrected(
     counts = _counts_by_rollout(pairs, mesh)
     for of_rollouts, global_sums, of_mini_batch in zip(counts, sum_over(mesh, local).tolist(), pairs, strict=True):
         for micro_batch, mask in of_mini_batch:
-            yield settle(
+            yield apply_rejection(
                 micro_batch,
                 mask,
                 of_rollouts,
@@ -147,7 +147,7 @@ def _counts_by_rollout(pairs: list[list[tuple[MicroBatch, Tensor]]], mesh: Devic
     """The accepted tokens of each mini-batch's rollouts, of all ranks, by index."""
     mine = [torch.empty(0, 3, dtype=torch.float64)]
     for number, of_mini_batch in enumerate(pairs):
-        mine += [F.pad(kept_counts(micro_batch, mask), (1, 0), value=number) for micro_batch, mask in of_mini_batch]
+        mine += [F.pad(accepted_counts(micro_batch, mask), (1, 0), value=number) for micro_batch, mask in of_mini_batch]
     counts: list[Counter[int]] = [Counter() for _ in pairs]
     for number, index, count in torch.cat(gather_rows(mesh, torch.cat(mine))).long().tolist():
         counts[number][index] += count  # filling has none

@@ -23,7 +23,7 @@ from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
 from spmdrl.model.lora.peft import write_adapter
 from spmdrl.model.policy import PackedModel, RewardModel
-from spmdrl.model.weight_files import kept_names, read_kept, write_tensors
+from spmdrl.model.weight_files import read_unused, unused_names, write_tensors
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
@@ -65,7 +65,7 @@ def export_hf(
     with _appearing_whole(destination, meshes) as unfinished:
         gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint", merge=True)
         source = policy.model.name_or_path
-        files, unused = list(_files(gatherer.buckets, file_bytes)), kept_names(policy.model, source)
+        files, unused = list(_files(gatherer.buckets, file_bytes)), unused_names(policy.model, source)
         names = _file_names(len(files) + bool(unused))
         mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
         _write_weights(gatherer, files, [unfinished / name for name in names[: len(files)]], mine)
@@ -75,7 +75,7 @@ def export_hf(
                 for name, buckets in zip(names, files, strict=False)
             }
             if unused:
-                tensors = read_kept(unused, source)
+                tensors = read_unused(unused, source)
                 write_tensors(unfinished / names[-1], tensors, {"format": "pt"})
                 sizes[names[-1]] = {name: tensor.nbytes for name, tensor in tensors.items()}
             _write_the_rest(policy, tokenizer, unfinished, dtype, sizes)

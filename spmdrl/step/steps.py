@@ -16,7 +16,7 @@ from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.learn.correction import exceeded
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.policy import PackedModel
-from spmdrl.model.weight_files import few_bits_line, kept_line, kept_names
+from spmdrl.model.weight_files import few_bits_line, unused_line, unused_names
 from spmdrl.report.memory import host_peak_bytes
 from spmdrl.report.report import drop_metrics, loading_line, resource_metrics, time_metrics, with_speed
 from spmdrl.report.samples import worst_token_rows
@@ -86,7 +86,7 @@ class Steps(Generic[SettingsT]):
             others = "norms, rotations, gates and " if has_fused_layers(self._policy.model.config) else ""
             run.report.message(f"linear layers in float32: {chosen}; {others}attention {layers}")
         path = run.cfg.model.path
-        for line in (few_bits_line(path), kept_line(kept_names(self._policy.model, path))):
+        for line in (few_bits_line(path), unused_line(unused_names(self._policy.model, path))):
             if line:
                 run.report.message(line)
         run.report.message(loading_line(gather_objects(self._training, host_peak_bytes())))

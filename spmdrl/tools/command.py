@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmdrl import __version__
-from spmdrl.faults.text import bears_lost_output, say
+from spmdrl.faults.text import say, tolerates_lost_output
 
 
 class Program(NamedTuple):
@@ -55,7 +55,7 @@ PROGRAMS = {
 USUAL_NAMES = {"dpo": "pairs", "rm": "pairs", "reward": "pairs", "grpo": "train", "rl": "train", "opd": "distill"}
 
 
-@bears_lost_output
+@tolerates_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; returns its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdrl.faults.supervise import Requests, shell_code
-from spmdrl.faults.text import Parser, bears_lost_output, say
+from spmdrl.faults.text import Parser, say, tolerates_lost_output
 from spmdrl.tools import demo_pictures
 from spmdrl.tools.demo_data import COLOURS, CONFIGS
 from spmdrl.tools.inline_toml import inline
@@ -72,7 +72,7 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-@bears_lost_output
+@tolerates_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the programs of the demo in turn; returns the exit code of the first that fails."""
     arguments = _parse(argv)
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "1/3 a tiny model, warm-started by supervised fine-tuning": [
             *([["spmdrl.tools.demo_data", arguments.task, f"runs/{config}-data"]] if has_files or task.ranks else []),
             ["spmdrl.tools.tiny_model", f"{run_folder}-base", *task.model_options],
-            trial,  # a mistake is told before anything is trained
+            trial,  # a mistake is reported before anything is trained
             [*sft, f"run.name={name}-sft", *nproc],
             *([[*sft, f"run.name={name}-teacher", *task.teacher, *nproc]] if task.teacher else []),
             *([ranking] if task.ranks else []),

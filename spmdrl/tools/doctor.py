@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from spmdrl.engine.sglang import kernels, preload
-from spmdrl.faults.text import Parser, bears_lost_output, say
+from spmdrl.faults.text import Parser, say, tolerates_lost_output
 
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
@@ -52,7 +52,7 @@ _PACKAGES = (
 )
 
 
-@bears_lost_output
+@tolerates_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 when a run has a finding, 2 when there is no such run."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

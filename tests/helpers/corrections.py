@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.algo.losses import token_weights
 from spmdrl.config import CorrectionConfig
-from spmdrl.learn.correction import batch_sums, kept_counts, kept_tokens, settle
+from spmdrl.learn.correction import accepted_counts, accepted_tokens, apply_rejection, batch_sums
 from spmdrl.types import MicroBatch
 
 LEVELS = ("token", "sequence", "geometric")
@@ -109,9 +109,9 @@ def settled(
     micro_batches: list[MicroBatch], correction: CorrectionConfig, aggregation: str = "token_mean"
 ) -> list[MicroBatch]:
     """Settle a correction as `correct` does, with one rank."""
-    kept = [kept_tokens(m, correction) for m in micro_batches]
-    pairs = list(zip(micro_batches, kept, strict=True))
+    accepted = [accepted_tokens(m, correction) for m in micro_batches]
+    pairs = list(zip(micro_batches, accepted, strict=True))
     sums = sum(batch_sums(m, mask, correction) for m, mask in pairs).tolist()
-    rows = torch.cat([kept_counts(m, mask) for m, mask in pairs]).long().tolist()
+    rows = torch.cat([accepted_counts(m, mask) for m, mask in pairs]).long().tolist()
     options = {"aggregation": aggregation, "max_response_tokens": MAX_RESPONSE_TOKENS}
-    return [settle(m, mask, dict(rows), sums, **options) for m, mask in pairs]
+    return [apply_rejection(m, mask, dict(rows), sums, **options) for m, mask in pairs]

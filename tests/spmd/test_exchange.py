@@ -56,7 +56,7 @@ def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Seque
         mine = [s for s in some_sequences(count) if holder[number_of(s)] == world.rank]
         infos = gather_infos(mine, mesh)
         assert [info.place for info in infos] == [divmod(i, 2) for i in range(count)]
-        assert [info.held_by for info in infos] == holder
+        assert [info.rank for info in infos] == holder
         return exchange(mine, infos, {divmod(i, 2): rank for i, rank in enumerate(receiver)}, mesh)
 
 

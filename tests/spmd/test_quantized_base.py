@@ -50,8 +50,8 @@ def _one_update(path: str, lora: LoraConfig, folder: Path, **model: Any) -> dict
             return torch.cat([model(micro_batch).logprobs for micro_batch in batch.micro_batches])
 
         found: dict[str, Any] = {"fresh": logprobs(policy)}
-        kept = [layer.kept_tensors() for layer in policy.modules() if isinstance(layer, QuantizedLinear)]
-        found |= {"kept": [[x.clone() for x in pair] for pair in kept]}
+        stored = [layer.stored for layer in policy.modules() if isinstance(layer, QuantizedLinear)]
+        found |= {"stored": [[numbers.clone(), state.absmax.clone()] for numbers, state in stored]}
         change_adapters(policy, 0.05)
         found |= {"changed": logprobs(policy), "off": logprobs(base)}
         adapters = {name: x.clone() for name, x in policy.adapters.trained.items()}
@@ -96,7 +96,7 @@ def test_it_computes_with_the_weights_that_its_bits_stand_for(tmp_path: Path, sa
     # With no change, a merged export has the weights themselves. As a base of its own it computes the same bits.
     AutoConfig.from_pretrained(path).save_pretrained(tmp_path / "whole")
     (plain,) = run_ranks(1, _one_update, str(tmp_path / "whole"), lora, tmp_path / "again")
-    assert not plain["kept"] and found["kept"]
+    assert not plain["stored"] and found["stored"]
     for name in ("fresh", "changed", "off"):
         assert torch.equal(found[name], plain[name]), name
     for name, gradient in plain["gradients"].items():
@@ -105,8 +105,8 @@ def test_it_computes_with_the_weights_that_its_bits_stand_for(tmp_path: Path, sa
     # It is not the model itself, but near it, and as small as the planner says.
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (path, tmp_path / "whole"))
     layers = [name for name, layer in before.model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    assert len(layers) == len(found["kept"])
-    for name, pair in zip(layers, found["kept"], strict=True):
+    assert len(layers) == len(found["stored"])
+    for name, pair in zip(layers, found["stored"], strict=True):
         old, new = (model.model.get_submodule(name).weight.detach() for model in (before, after))
         error = float((old - new).norm() / old.norm())
         assert 1e-4 < error < (0.15 if base == "nf4" else 0.02), name
@@ -117,7 +117,7 @@ def test_it_computes_with_the_weights_that_its_bits_stand_for(tmp_path: Path, sa
 
     # Two ranks keep the same bits, and sum the same gradients.
     for rank in run_ranks(2, _one_update, path, quantized, tmp_path / "on two"):
-        for one, two in zip(rank["kept"], found["kept"], strict=True):
+        for one, two in zip(rank["stored"], found["stored"], strict=True):
             assert all(map(torch.equal, one, two))
         assert rank["mismatch"] <= 1e-5
         for name, gradient in found["gradients"].items():

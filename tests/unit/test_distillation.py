@@ -90,7 +90,7 @@ def test_every_teacher_has_a_denominator_of_its_own() -> None:
 
 
 def test_an_algorithms_weight_counts_once_whatever_the_divergence() -> None:
-    infos = [SequenceInfo(index=0, num_tokens=5, num_loss_tokens=4, held_by=0, teacher=0, algorithm=1)]
+    infos = [SequenceInfo(index=0, num_tokens=5, num_loss_tokens=4, rank=0, teacher=0, algorithm=1)]
     weightings = [_Weighting("token_mean", 0.0), _Weighting("token_mean", 0.0, weight=0.5)]
     for divergence, expected in (("reverse", 0.5 * 0.7 / 4), ("sampled_kl", 0.7)):  # the second is in the advantage
         distill = DistillConfig(teacher="big", coef=0.7, divergence=divergence)

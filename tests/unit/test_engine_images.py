@@ -185,7 +185,7 @@ def seen_grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 def test_features_that_found_no_room_are_computed_again(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = looking.requests()
-    monkeypatch.setattr(images, "KEPT_TOKENS", 1)
+    monkeypatch.setattr(images, "CACHED_TOKENS", 1)
     grids = seen_grids(monkeypatch)
     engine = looking.engine(1)
     engine.runner.images._max_patches = 1

@@ -264,7 +264,7 @@ def infos_of_groups(num_groups: int, group_size: int, *, prompt: int, response: 
             index=group * group_size + place,
             num_tokens=prompt + response,
             num_loss_tokens=response,
-            held_by=0,
+            rank=0,
             block_hashes=(0, *range(1000 * (group + 1), 1000 * (group + 1) + prompt // BLOCK_TOKENS - 1)),
         )
         for group in range(num_groups)
@@ -322,7 +322,7 @@ def test_a_planned_micro_batch_is_not_smaller_than_its_tree() -> None:
                 index=one.index,
                 num_tokens=len(one.token_ids),
                 num_loss_tokens=1,
-                held_by=0,
+                rank=0,
                 block_hashes=block_hashes(one.token_ids),
             )
             for one in sequences

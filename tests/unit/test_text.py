@@ -23,11 +23,11 @@ from spmdrl.faults.text import (
     MAX_TEXT_CHARACTERS,
     OUTPUT,
     Parser,
-    bears_lost_output,
     lines,
     one_line,
     printable,
     say,
+    tolerates_lost_output,
 )
 from spmdrl.faults.verdict import ErrorReport
 from spmdrl.faults.watch import Watch
@@ -129,7 +129,7 @@ def watched(argv: Sequence[str] | None = None) -> None:
     ToolConsole().print("a line")
 
 
-@bears_lost_output
+@tolerates_lost_output
 def plain(argv: Sequence[str] | None = None) -> int:
     say("a line")
     return 1

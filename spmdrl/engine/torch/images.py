@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.algo.packing import neighbours_within
 from spmdrl.data.image_store import ImageStore
-from spmdrl.memory.images import KEPT_TOKENS
+from spmdrl.memory.images import CACHED_TOKENS
 from spmdrl.model.policy import placeholder_rows
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import ImageSpan, UserError
@@ -58,7 +58,7 @@ class ImageFeatures:
             self._cached[digest] = self._cached.pop(digest)
         num_tokens = sum(map(len, self._cached.values()))
         for digest in list(self._cached)[: -len(needed)]:
-            if num_tokens <= KEPT_TOKENS:
+            if num_tokens <= CACHED_TOKENS:
                 return
             num_tokens -= len(self._cached.pop(digest))
 

@@ -2,7 +2,7 @@
 
 FlashAttention 3 computes a query in the same steps whether it is one of many or decoded alone; it reads the micro-batch
 as a cache with one token on each page. SGLang's Triton backend has one kernel for prompts and another for decoded
-tokens, so every query goes to the kernel that its token went to in the engine.
+tokens, so every query is computed by the kernel that computed its token in the engine.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def mean(x: Tensor) -> Tensor:
-    """Mean over the last dimension, which is kept with size 1: x [..., N] gives [..., 1]."""
+    """Mean over the last dimension, which stays, with size 1: x [..., N] gives [..., 1]."""
     out: Tensor = _operators().mean_dim(x.contiguous(), -1, keepdim=True)
     return out
 

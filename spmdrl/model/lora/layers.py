@@ -189,9 +189,9 @@ class ExpertsTarget:
             count_once(b, self.tp)
 
         def changed(weight: Tensor) -> Tensor:
-            held = own_weight(weight)
+            own = own_weight(weight)
             each_a, each_b = _of_each(a, b, count) if part is None else part(*_of_each(a, b, count))
-            return held + (scale * self._multiply(each_a, each_b)).to(held.dtype)
+            return own + (scale * self._multiply(each_a, each_b)).to(own.dtype)
 
         def forward(*inputs: Any, **options: Any) -> Any:
             if not is_on():

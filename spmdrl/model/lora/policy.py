@@ -86,8 +86,8 @@ def adapter_sizes(model_config: Any, cfg: ModelConfig, lora: LoraConfig) -> dict
     }
 
 
-def kept_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict[str, int]:
-    """Count the bytes of each weight that is kept in few bits, by its name."""
+def quantized_bytes(model_config: Any, cfg: ModelConfig, base: QuantizedBase) -> dict[str, int]:
+    """Count the bytes of each weight that is stored in few bits, by its name."""
     model = model_without_memory(model_config, cfg)
     return {name: bytes_of(model.get_parameter(name).numel(), base) for name in quantized_names(model)}
 

@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weights are kept in 4 or 8 bits: QLoRA's base.
+"""Linear layers whose frozen weights are stored in 4 or 8 bits: QLoRA's base.
 
 bitsandbytes quantizes the weights once, as they are loaded, in blocks of 64 numbers with a float32 scale each, and
 gives them back in the dtype that the model computes in. A layer multiplies by the whole weight, which exists only as
@@ -35,12 +35,12 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., D], a wei
 
 
 def bytes_of(num_elements: int, base: QuantizedBase) -> int:
-    """Count the bytes of a weight of so many elements."""
+    """Count the bytes of a weight with `num_elements`."""
     return num_elements * BITS[base] // 8 + -(-num_elements // BLOCK) * _SCALE_BITS // 8
 
 
 def quantized_names(model: PreTrainedModel) -> list[str]:
-    """Name the weights that are kept in few bits: those of the language half's linear layers, but not of the head."""
+    """Name the weights that are stored in few bits: those of the language half's linear layers, but not of the head."""
     decoder = set(Trunk(model).decoder.modules())
     return [
         f"{name}.weight"
@@ -50,7 +50,7 @@ def quantized_names(model: PreTrainedModel) -> list[str]:
 
 
 def quantization_problems(model: PreTrainedModel, base: QuantizedBase) -> Iterator[str]:
-    """Yield a sentence for each reason why this model's weights cannot be kept in few bits."""
+    """Yield a sentence for each reason why this model's weights cannot be stored in few bits."""
     if importlib.util.find_spec(_LIBRARY) is None:
         yield (
             f'lora.base = "{base}" needs {_LIBRARY}, which is not installed; install it with pip install '
@@ -77,7 +77,7 @@ def quantized_layers(
 
 
 def quantized_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights that are kept in few bits, which are not to be sharded."""
+    """Return the weights that are stored in few bits, which are not to be sharded."""
     return {cast(nn.Parameter, module.weight) for module in model.modules() if isinstance(module, QuantizedLinear)}
 
 
@@ -86,28 +86,24 @@ class QuantizedLinear(nn.Linear):
 
     base: QuantizedBase
     multiply: Product
+    stored: tuple[Tensor, Any]  # numbers, and the library's state with their scales
 
     @torch.no_grad()
     def keep(self, weight: Tensor) -> None:
         """Quantize a whole weight, on its device, and keep it in place of the one before."""
         library, flat = _library(), weight.flatten()  # blocks may cross rows, which its kernels do not all expect
         if self.base == "nf4":
-            self._kept = library.quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4")
+            self.stored = library.quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4")
         else:
-            self._kept = library.quantize_blockwise(flat, blocksize=BLOCK)
+            self.stored = library.quantize_blockwise(flat, blocksize=BLOCK)
         self.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
     def whole(self) -> Tensor:
-        """Return the weight [V, D] that the kept bits stand for, in the dtype of the one that was given."""
+        """Return the weight [V, D] that the stored bits stand for, in the dtype of the one that was given."""
         library = _library()
         dequantize = library.dequantize_4bit if self.base == "nf4" else library.dequantize_blockwise
-        weight: Tensor = dequantize(*self._kept)
+        weight: Tensor = dequantize(*self.stored)
         return weight.view(self.weight.shape)
-
-    def kept_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the quantized numbers and the scales."""
-        numbers, state = self._kept
-        return numbers, state.absmax
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply as a layer with the whole weight would."""
@@ -116,7 +112,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T + b with dx = dy W. W is made again for the backward pass in place of being kept until then."""
+    """y = x W^T + b with dx = dy W. Backward dequantizes W again, which is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.commit import ROOT, commit_id
-from spmdrl.faults.text import Parser, bears_lost_output, say
+from spmdrl.faults.text import Parser, say, tolerates_lost_output
 from tests.gpu.proof.run import FAILED, KILLED, NOT_REACHED, PASSED, SKIPPED, Record, run_stage
 from tests.gpu.proof.stages import STAGES
 
@@ -23,7 +23,7 @@ _DEFAULT_FOLDER = "runs/gpu-proof"
 _MAX_REASONS = 12  # shown below the table; all are in the file
 
 
-@bears_lost_output
+@tolerates_lost_output
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage; return the exit code."""
     stages = "; ".join(f"{name}: {stage.about}" for name, stage in STAGES.items())

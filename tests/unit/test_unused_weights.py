@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spmdrl.model.load import model_without_memory
-from spmdrl.model.weight_files import kept_line, kept_names, missing_weight_problems, read_kept
+from spmdrl.model.weight_files import missing_weight_problems, read_unused, unused_line, unused_names
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_other, save_qwen3, save_qwen3_5
 
@@ -17,19 +17,19 @@ from tests.helpers.models import save_other, save_qwen3, save_qwen3_5
 def test_layers_for_multi_token_prediction_are_found_and_told(tmp_path: Path) -> None:
     path = save_qwen3_5(tmp_path / "model")
     model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
-    assert kept_names(model, path) == [] and kept_line([]) is None
+    assert unused_names(model, path) == [] and unused_line([]) is None
     more = {"mtp.norm.weight": torch.randn(3), "mtp.layers.0.weight": torch.randn(2, 3).half()}
     file = Path(path, "model.safetensors")
     save_file(load_file(file) | more, file, {"format": "pt"})
-    names = kept_names(model, path)
+    names = unused_names(model, path)
     assert names == sorted(more)
-    read = read_kept(names, path)
+    read = read_unused(names, path)
     assert read.keys() == more.keys() and all(torch.equal(read[name], more[name]) for name in more)
-    line = kept_line(names)
+    line = unused_line(names)
     assert line is not None and line.startswith("2 weights of model.path are no part of what is trained")
     assert "mtp.layers.0.weight" in line
     other = save_qwen3(tmp_path / "other")
-    assert kept_names(model_without_memory(AutoConfig.from_pretrained(other), model_config(other)), other) == []
+    assert unused_names(model_without_memory(AutoConfig.from_pretrained(other), model_config(other)), other) == []
 
 
 def test_weights_that_no_parameter_takes_and_no_export_has_are_refused(tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_layers_of_a_model_are_trained_whatever_its_class_leaves_out_of_others(t
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {name: torch.randn(2) for name in names}, file, {"format": "pt"})
     model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
-    assert kept_names(model, path) == names
+    assert unused_names(model, path) == names
