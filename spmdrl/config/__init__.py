@@ -4,34 +4,27 @@ The attribute docstrings of the tables are the configuration reference: `docs/co
 """
 
 # Rules hold once they are imported.
-from spmdrl.config import (
-    curriculum_rules,
-    distill_rules,
-    environment_rules,
-    rules,
-    schedule_rules,
-    source_rules,
-)
+from spmdrl.config import rules, schedule_rules, source_rules
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
-from spmdrl.config.answers import PairsConfig, PreferenceFile
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
-from spmdrl.config.curriculum import CurriculumConfig, GateConfig
 from spmdrl.config.data import (
+    CurriculumConfig,
     DataConfig,
     EvalConfig,
     FileData,
     FileSettings,
+    GateConfig,
     HeldOutConfig,
     HeldOutPromptsConfig,
     PackConfig,
+    PairsConfig,
+    PreferenceFile,
     PromptsConfig,
     ReasoningGymData,
 )
 from spmdrl.config.distill import DistillConfig, OtherModelConfig, TeacherConfig
 from spmdrl.config.environment import EnvironmentConfig
-from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
-from spmdrl.config.on_policy import EXACT_BACKENDS
-from spmdrl.config.optim import CriticConfig, OptimConfig
+from spmdrl.config.model import CriticConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from spmdrl.config.read import Draft, read_config, read_draft, read_run_config, read_table
 from spmdrl.config.rewards import (
     CodeReward,
@@ -54,5 +47,6 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
+from spmdrl.config.schedule_rules import EXACT_BACKENDS
 from spmdrl.config.source_algorithm import Algorithm
 from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig

@@ -1,4 +1,4 @@
-"""Tables about prompts, the held-out ones among them, and how sequences are packed."""
+"""Tables about data: its order, prompts, held-out ones, how sequences are packed, and answers in files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,88 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Coefficient, Count, NonNegativeInt, PathText, Positive, Section, rule
-from spmdrl.config.curriculum import CurriculumConfig
+from spmdrl.config.base import (
+    Coefficient,
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    PathText,
+    Positive,
+    Section,
+    rule,
+    unused_settings,
+)
 from spmdrl.config.source_algorithm import SourceAlgorithm
+
+# The table of a curriculum, and the rules that give it a signal.
+
+
+class GateConfig(Section):
+    opens: str
+    """Source of `[[data.sources]]`, by its `task`, whose prompts are left out until the gate opens."""
+    after: str
+    """Source whose success opens it."""
+    success: Fraction
+    """Mean success rate of the latest groups of `after` from which the gate is open; then it stays open."""
+    groups: Count = 32
+    """How many groups of `after` the mean is taken over; with fewer the gate is shut."""
+
+
+class CurriculumConfig(Section):
+    kind: Literal["all", "band", "learnability", "function"] = "all"
+    """The chance that a prompt is taken when its turn comes, from the fraction p of right responses when it was last
+    sampled; prompts that never were are taken. `all`: 1. `band`: 1 where `low` <= p <= `high`, and `explore` elsewhere.
+    `learnability`: 4p(1 - p), at least `explore` (arXiv 2502.12272). `function`: what a function of yours returns."""
+    low: Fraction = 0.1
+    """Smallest p of a band."""
+    high: Fraction = 0.9
+    """Largest p of a band."""
+    explore: Annotated[float, Field(ge=1e-3, le=1.0)] = 0.1
+    """Smallest chance of a prompt, so that those that were too easy or too hard are sampled again."""
+    function: Annotated[str, Field(pattern=":")] | None = None
+    """`package.module:function` or `path/file.py:function`. It returns a chance from 0 to 1, and is called with those
+    of `task`, `success` (p, or None), `visits` (times sampled), `epoch` and `metadata` that it has a parameter for."""
+    gates: Annotated[tuple[GateConfig, ...], Field(strict=False)] = ()
+    """Sources that come later, each as a table `[[data.curriculum.gates]]`."""
+
+    @property
+    def needs_repeats(self) -> bool:
+        """True when it only knows prompts that come again."""
+        return self.kind in ("band", "learnability")
+
+
+@rule(CurriculumConfig)
+def curricula_say_something(curriculum: CurriculumConfig) -> Iterator[str]:
+    kind = f'kind = "{curriculum.kind}"'
+    if curriculum.kind != "band":
+        yield from unused_settings(curriculum, ("low", "high"), kind)
+    if not curriculum.needs_repeats:
+        yield from unused_settings(curriculum, ("explore",), kind)
+    if curriculum.kind != "function":
+        yield from unused_settings(curriculum, ("function",), kind)
+    elif curriculum.function is None:
+        yield 'function is not set, which kind = "function" calls; set it to "path/file.py:function"'
+    if curriculum.low > curriculum.high:
+        yield f"low = {curriculum.low:g} is above high = {curriculum.high:g}, so that no rate lies between; swap them"
+    if curriculum.kind == "all" and not curriculum.gates:
+        yield 'kind = "all" without gates takes every prompt, as a run without a curriculum does; remove the table'
+
+
+@rule(CurriculumConfig)
+def gates_lead_somewhere(curriculum: CurriculumConfig) -> Iterator[str]:
+    before = {gate.opens: gate.after for gate in curriculum.gates}
+    for place, gate in enumerate(curriculum.gates):
+        if gate.opens in [other.opens for other in curriculum.gates[:place]]:
+            yield f'gates.{place}.opens = "{gate.opens}" is opened by another gate already; remove one of them'
+        behind, steps = gate.after, 0
+        while behind in before and behind != gate.opens and steps < len(before):
+            behind, steps = before[behind], steps + 1
+        if behind == gate.opens:
+            yield f'gates.{place}: "{gate.opens}" waits for itself, so that it never opens; name another source'
+
+
+# Tables about prompts, the held-out ones among them, and how sequences are packed.
 
 
 def _on_one_line(name: str) -> str:
@@ -184,3 +263,106 @@ def prefix_trees_need_a_budget(pack: PackConfig) -> Iterator[str]:
             f'prefix_tree = "{pack.prefix_tree}" counts shared tokens in a token budget, but sequences_per_micro_batch '
             f"= {pack.sequences_per_micro_batch} counts sequences; set max_tokens_per_micro_batch in its place"
         )
+
+
+# Tables of runs that learn from answers in files: responses to imitate, and pairs of which one is preferred.
+
+
+class AnswersConfig(Section):
+    max_response_tokens: Count
+    """Longest response; with `turns = "all"`, all that follows the prompt. What becomes of a row with a longer one,
+    `data.overlong` says."""
+
+
+class ResponsesConfig(AnswersConfig):
+    sequences_per_step: Count
+    """(prompt, response) pairs behind one optimizer step, over all ranks."""
+    turns: Literal["last", "all"] = "last"
+    """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
+    has no `response_column`: the last, or all. What is said between them is read and not trained."""
+    loss_coef: NonNegative = 1.0
+    """Weight of the cross entropy of the responses; 0 learns from `[distill]` alone."""
+
+
+class PairsConfig(AnswersConfig):
+    pairs_per_step: Count
+    """Pairs behind one optimizer step, over all ranks."""
+    max_response_tokens: Count
+    """Longest answer: all that follows the prompt. What becomes of a row with a longer one, `data.overlong` says."""
+    loss: Literal["sigmoid", "ipo", "bradley_terry"] = "sigmoid"
+    """`sigmoid` is DPO's, `ipo` a squared distance from a margin; with `bradley_terry` the run trains a reward model,
+    which gives an answer one number. See `docs/preferences.md`."""
+    beta: Positive = 0.1
+    """How much a step away from the reference costs: a larger one stays nearer to it. `ipo` calls it tau."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Share of the pairs whose label is supposed to be wrong, for `sigmoid`."""
+    length_normalized: bool | None = None
+    """Divide an answer's log-ratio by its tokens. Unset: true for `ipo`, as its authors do, false for `sigmoid`."""
+    sft_coef: NonNegative = 0.0
+    """Coefficient of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
+
+    center_coef: NonNegative = 0.0
+    """Coefficient of the squared sum of a pair's two scores, which keeps them around 0, for `bradley_terry`."""
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """True when scores are trained, and no policy."""
+        return self.loss == "bradley_terry"
+
+    @property
+    def preference(self) -> Literal["sigmoid", "ipo"]:
+        """The loss of a policy."""
+        assert self.loss != "bradley_terry", "a reward model has no preferences"
+        return self.loss
+
+    @property
+    def divides_by_length(self) -> bool:
+        """True where log-ratios are divided by lengths: `length_normalized`, or the default of the loss."""
+        return self.loss == "ipo" if self.length_normalized is None else self.length_normalized
+
+
+@rule(PairsConfig)
+def smoothing_belongs_to_sigmoid(pairs: PairsConfig) -> Iterator[str]:
+    if pairs.loss != "sigmoid" and pairs.label_smoothing:
+        yield f'label_smoothing has no meaning for loss = "{pairs.loss}"; remove it, or set loss = "sigmoid"'
+
+
+@rule(PairsConfig)
+def settings_belong_to_the_loss(pairs: PairsConfig) -> Iterator[str]:
+    of_policy = ("beta", "length_normalized", "sft_coef")
+    unused = of_policy if pairs.trains_reward_model else ("center_coef",)
+    yield from unused_settings(pairs, unused, f'loss = "{pairs.loss}"')
+
+
+class PreferenceFile(FileSettings):
+    prompt_column: str = "prompt"
+    """A string, or a list of chat messages (`{"role": ..., "content": ...}`). "" when the data has none: the prompt is
+    what both answers begin with."""
+    chosen_column: str = "chosen"
+    """The answer that is preferred: a string, a list of the messages that follow the prompt, or of the whole
+    conversation."""
+    rejected_column: str = "rejected"
+    """The other answer, in the same form."""
+    margin_column: str | None = None
+    """A number by which the score of the chosen answer has to be higher, for `pairs.loss = "bradley_terry"`."""
+
+
+class PreferenceDataConfig(PromptsConfig):
+    sources: Annotated[tuple[PreferenceFile, ...], Field(strict=False, min_length=1)]
+    """Sources of the pairs."""
+
+
+class HeldOutRowsConfig(HeldOutPromptsConfig):
+    every: Annotated[int, Field(ge=0)] | Literal["never"] = 0
+    """Steps between two evaluations of the loss of their responses; there is always one before the first step and after
+    the last. 0: only these. `"never"` only keeps their questions out of training, and needs no responses."""
+
+
+class HeldOutResponsesConfig(HeldOutRowsConfig):
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
+
+
+class HeldOutPairsConfig(HeldOutRowsConfig):
+    sources: Annotated[tuple[PreferenceFile, ...], Field(strict=False, min_length=1)]
+    """Sources of the held-out pairs. They are the same for every seed, and their prompts are never trained on."""

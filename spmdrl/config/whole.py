@@ -7,21 +7,23 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig
-from spmdrl.config.answers import (
+from spmdrl.config.base import Section
+from spmdrl.config.data import (
     AnswersConfig,
+    DataConfig,
+    EvalConfig,
     HeldOutPairsConfig,
     HeldOutResponsesConfig,
     HeldOutRowsConfig,
+    PackConfig,
     PairsConfig,
     PreferenceDataConfig,
+    PromptsConfig,
     ResponsesConfig,
 )
-from spmdrl.config.base import Section
-from spmdrl.config.data import DataConfig, EvalConfig, PackConfig, PromptsConfig
 from spmdrl.config.distill import REFERENCE, DistillConfig, Models, OtherModelConfig, frozen_models
 from spmdrl.config.environment import EnvironmentConfig
-from spmdrl.config.model import LoraConfig, ModelConfig, ParallelConfig
-from spmdrl.config.optim import CriticConfig, OptimConfig
+from spmdrl.config.model import CriticConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from spmdrl.config.rewards import RewardConfig
 from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig
 from spmdrl.config.run import (

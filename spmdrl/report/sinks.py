@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from spmdrl.config.base import Section
 from spmdrl.config.read import read_table
-from spmdrl.config.sinks import FunctionSinkConfig, SinksConfig
+from spmdrl.config.run import FunctionSinkConfig, SinksConfig
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import one_line, say
 from spmdrl.report.files import Row, last_rows, read_rows

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.config.sinks import (
+from spmdrl.config.run import (
     FunctionSinkConfig,
     MlflowSinkConfig,
     SwanlabSinkConfig,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import ReportConfig
-from spmdrl.config.sinks import SinksConfig
+from spmdrl.config.run import SinksConfig
 from spmdrl.report import Report, RunFolder
 from spmdrl.report.files import MetricsFile
 from spmdrl.report.sinks import sinks_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.config.sinks import FunctionSinkConfig, SinksConfig
+from spmdrl.config.run import FunctionSinkConfig, SinksConfig
 from spmdrl.report import sinks as module
 from spmdrl.report.files import read_rows
 from spmdrl.report.sinks import Sender, SinkFailed, SinkProcesses, sink_problems, sinks_of, sync
