@@ -41,12 +41,11 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.learn.optim import make_optimizer
 from spmdrl.memory.phases import training_phases
 from spmdrl.model.attention import IMPLEMENTATION, choose_kernel, fastest_varlen
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.fused import fused_layers
 from spmdrl.model.layers import set_classes
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.policy import Policy
-from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.shapes import forward_flops
 from spmdrl.step.batch import lay_end_to_end

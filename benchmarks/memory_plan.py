@@ -140,7 +140,6 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     from spmdrl.dist import mesh
     from spmdrl.learn.optim import make_optimizer
     from spmdrl.model.attention import fastest_varlen
-    from spmdrl.model.checkpointing import checkpoint_layers
     from spmdrl.model.layers import replace_layers
     from spmdrl.model.load import model_without_memory
     from spmdrl.model.lora.adapters import Adapters
@@ -148,7 +147,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     from spmdrl.model.lora.targets import targets_of
     from spmdrl.model.operators import operators_of
     from spmdrl.model.policy import Policy
-    from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
+    from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
     from spmdrl.model.trunk import attention_of
 
     if dist.is_initialized():

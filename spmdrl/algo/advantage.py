@@ -395,3 +395,18 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 # What is known of a function of the user's before it is loaded.
 UNKNOWN_ESTIMATOR = Estimator(function=lambda rewards: rewards, text="", source="", when="", smallest_group=1)
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens: DAPO arXiv:2503.14476, equation 13."""
+    over = num_tokens - (max_tokens - buffer_tokens)
+    return -min(1.0, max(0.0, over / buffer_tokens))
+
+
+def with_final_rewards(penalties: Tensor, rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Token rewards [T]: penalties [T] at loss tokens, plus each sequence's reward at its last; 0 elsewhere.
+
+    rewards [T] are alike on all tokens of a sequence, whose S + 1 offsets are cu_seqlens.
+    """
+    after = discounted_sums(loss_mask.to(penalties.dtype), loss_mask, cu_seqlens, decay=1.0)  # loss tokens from here on
+    return torch.where(loss_mask, penalties, 0.0) + torch.where(after == 1, rewards, 0.0)

@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_u
 
 from spmdrl.checkpoint.manifest import Digest
 from spmdrl.learn.learner import Learner
-from spmdrl.model.host_state import HostBuffers
+from spmdrl.model.offload import HostBuffers
 
 
 class Writer(FileSystemWriter):

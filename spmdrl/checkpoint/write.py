@@ -47,7 +47,7 @@ from spmdrl.config import CheckpointConfig, Config, OptimConfig, TuningConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import Learner
-from spmdrl.model.host_state import HostBuffers
+from spmdrl.model.offload import HostBuffers
 from spmdrl.report.run_folder import describe_machine
 from spmdrl.types import UserError
 

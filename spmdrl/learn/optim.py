@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.schedules import lr_fraction
 from spmdrl.config import OptimConfig
-from spmdrl.model.host_state import with_state_on_host
+from spmdrl.model.offload import with_state_on_host
 from spmdrl.types import UserError
 from spmdrl.user_code import load
 

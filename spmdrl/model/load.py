@@ -31,7 +31,6 @@ from spmdrl.config.strict import read_json
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.dist.session import default_device_type, return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.context import ContextRanks, context_problems, is_for_ring_attention
 from spmdrl.model.few_bits import quantization_of, quantization_refusal
 from spmdrl.model.fused import check_compiler
@@ -43,7 +42,7 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_problems
 from spmdrl.model.policy import Critic, PackedModel, Policy
 from spmdrl.model.recurrent import recurrent_context_problems
-from spmdrl.model.sharding import decoder_layers, prefetch_layers, shard_policy
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
 from spmdrl.model.split import split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class

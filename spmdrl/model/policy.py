@@ -19,7 +19,7 @@ from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import ContextRanks, context_attention, context_tree_attention, gather_tokens
-from spmdrl.model.divergence import Divergence, TeacherHead
+from spmdrl.model.divergence import Divergence, TeacherHead, top_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layer_states import NodeLevels
 from spmdrl.model.logits_tile import Scale
@@ -29,7 +29,6 @@ from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.routes import FREE, Routers
 from spmdrl.model.tensor_parallel import own_weight
-from spmdrl.model.top_tokens import top_tokens
 from spmdrl.model.tree_attention import tree_attention
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import Grid, ImageSpan, MicroBatch, TopTokens

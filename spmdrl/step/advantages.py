@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.advantage import gae, moments, whiten
+from spmdrl.algo.advantage import gae, moments, whiten, with_final_rewards
 from spmdrl.algo.formula import Estimator
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.losses import fit_sums
 from spmdrl.algo.metrics import ExplainedVariance, Mean, Metric, Metrics, merge_all
-from spmdrl.algo.rewards import with_final_rewards
 from spmdrl.algo.segments import on_tokens, sequence_sums
 from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import gather_rows, raise_on_all_ranks, sum_over

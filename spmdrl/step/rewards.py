@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.advantage import centre, normalized_terms
+from spmdrl.algo.advantage import centre, normalized_terms, overlong_penalty
 from spmdrl.algo.metrics import Correlation, Mean, Metrics, RootMean, Total, Values
-from spmdrl.algo.rewards import overlong_penalty
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, RewardConfig
 from spmdrl.conversation import Observation

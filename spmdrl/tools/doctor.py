@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spmdrl.engine.sglang import kernels, preload
+from spmdrl.engine.sglang import libraries
 from spmdrl.faults.text import Parser, say, tolerates_lost_output
 
 _GIB = 2**30
 _MIN_SHM_GIB = 1.0
-_KERNELS = kernels.DISTRIBUTION
+_KERNELS = libraries.DISTRIBUTION
 
 # (distribution, what it is for)
 _PACKAGES = (
@@ -282,7 +282,7 @@ def _missing_for_gpus(torch: ModuleType | None, torch_problem: str) -> Iterator[
 
 def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
     if _version("sglang") is None:
-        yield f"sglang is not installed; {kernels.SETUP}"
+        yield f"sglang is not installed; {libraries.SETUP}"
         return
     if torch is not None and _num_gpus(torch):
         yield from _missing_for_sglang_on_gpus(torch)
@@ -295,12 +295,12 @@ def _missing_for_sglang(torch: ModuleType | None) -> Iterator[str]:
 
 
 def _missing_for_sglang_on_gpus(torch: ModuleType) -> Iterator[str]:
-    if problem := kernels.kernel_problem(torch.__version__):
+    if problem := libraries.kernel_problem(torch.__version__):
         yield problem
     saver, problem = _import("torch_memory_saver")
     if saver is None:
-        yield f"{problem}: SGLang needs it to give memory back to the trainer; {kernels.SETUP}"
-    elif problem := preload.start_problem(preload.library_path()):
+        yield f"{problem}: SGLang needs it to give memory back to the trainer; {libraries.SETUP}"
+    elif problem := libraries.start_problem(libraries.library_path()):
         yield f"no process starts with torch_memory_saver: {problem}: see LD_LIBRARY_PATH"
 
 

@@ -94,7 +94,7 @@ def refits(path: str) -> dict[str, Any]:
 def other_list(path: str) -> str:
     """Start an engine whose list of weights in e4m3 is another."""
     fp8.is_quantized, before = (lambda name, ndim: before(name, ndim) and "down_proj" not in name), fp8.is_quantized
-    import spmdrl.refit.quantize as room
+    import spmdrl.refit.gather as room
 
     room.is_quantized = fp8.is_quantized
     try:

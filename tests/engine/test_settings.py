@@ -16,8 +16,8 @@ import torch
 
 from spmdrl.config import Config, read_config
 from spmdrl.engine.registry import engine_problems
-from spmdrl.engine.sglang import orphans
 from spmdrl.engine.sglang import process as sglang_process
+from spmdrl.engine.sglang import surroundings
 from spmdrl.model.load import load_model_config
 from spmdrl.train import main
 from spmdrl.types import UserError
@@ -163,15 +163,15 @@ def test_sglang_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_processes_of_an_earlier_run_are_named() -> None:
-    orphans.check_orphans()
+    surroundings.check_orphans()
     program = "import time; time.sleep(60)"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    orphan = subprocess.Popen([sys.executable, "-c", program], env={orphans.OWNER_VARIABLE: str(gone.pid)})
-    owned = subprocess.Popen([sys.executable, "-c", program], env={orphans.OWNER_VARIABLE: str(orphan.pid)})
+    orphan = subprocess.Popen([sys.executable, "-c", program], env={surroundings.OWNER_VARIABLE: str(gone.pid)})
+    owned = subprocess.Popen([sys.executable, "-c", program], env={surroundings.OWNER_VARIABLE: str(orphan.pid)})
     try:
         with pytest.raises(UserError, match=rf"still there: {orphan.pid} \(.*\); end them: kill -9 {orphan.pid}$"):
-            orphans.check_orphans()
+            surroundings.check_orphans()
     finally:
         for process in (orphan, owned):
             process.kill()

@@ -18,9 +18,8 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
-from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
-from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.offload import StateOnHost, TrainerMemory
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.report import Report

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy
-from spmdrl.model.sharding import decoder_layers
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers
 from spmdrl.types import MicroBatch
 
 

@@ -28,7 +28,7 @@ from spmdrl.learn.objective import SftObjective
 from spmdrl.learn.update import update
 from spmdrl.model.frozen import reference_of
 from spmdrl.model.load import load_model_config, load_policy
-from spmdrl.model.lora import init
+from spmdrl.model.lora import policy as lora_policy
 from spmdrl.model.lora.peft import write_adapter
 from spmdrl.model.lora.policy import adapter_problems, load_trained, random_values
 from spmdrl.sft import main as fine_tune
@@ -214,8 +214,8 @@ def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tun
 
 def _fine_tuned_with_other_signs(config: Path, *launches: list[str]) -> list[tuple[int, str]]:
     """Fine-tune where another library finds the singular vectors: all of them negated."""
-    real = init._FACTORS["pissa"]
-    init._FACTORS["pissa"] = lambda *about: tuple(-x for x in real(*about))
+    real = lora_policy._FACTORS["pissa"]
+    lora_policy._FACTORS["pissa"] = lambda *about: tuple(-x for x in real(*about))
     return _fine_tuned(config, *launches)
 
 

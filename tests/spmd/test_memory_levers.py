@@ -18,9 +18,8 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
-from spmdrl.model.host_state import StateOnHost
 from spmdrl.model.load import load_policy
-from spmdrl.model.offload import TrainerMemory
+from spmdrl.model.offload import StateOnHost, TrainerMemory
 from spmdrl.model.sharding import decoder_layers
 from spmdrl.step.batch import build_batch
 from tests.helpers.batches import completed

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo import advantage
-from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten
-from spmdrl.algo.rewards import with_final_rewards
+from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
 from spmdrl.config import AdvantageConfig
 from spmdrl.types import UserError
 from spmdrl.user_code import call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmdrl.algo.rewards import overlong_penalty
+from spmdrl.algo.advantage import overlong_penalty
 from spmdrl.algo.schedules import next_entropy_coef, next_kl_coef
 from spmdrl.config import Config
 from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, adapt_coefficients, starting_coefficients

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmdrl.model import logits_tile
-from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence
+from spmdrl.model.divergence import Divergence, TeacherHead, next_token_divergence, top_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.linear import linear
 from spmdrl.model.logits_tile import Scale
 from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Teaching
-from spmdrl.model.top_tokens import top_tokens
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import TopTokens
 from tests.helpers import kernels_on_cpu

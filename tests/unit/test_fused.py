@@ -13,10 +13,9 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model import fused
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.layers import set_classes
 from spmdrl.model.policy import Policy
-from spmdrl.model.sharding import decoder_layers
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers
 from spmdrl.preflight.shapes import decoder_of
 from spmdrl.types import UserError
 from tests.helpers.fused_cases import CASES, HALF, Case, eager, gradients, inputs_of

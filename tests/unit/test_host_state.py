@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import OptimConfig
 from spmdrl.learn.optim import make_optimizer, optimizer_problems
-from spmdrl.model.host_state import StateOnHost
+from spmdrl.model.offload import StateOnHost
 
 SETTINGS: list[dict[str, Any]] = [
     {"name": "adamw", "weight_decay": 0.1},

@@ -17,14 +17,13 @@ from spmdrl.engine.torch import runner
 from spmdrl.engine.torch.sampling import sample_tokens
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.exact import invariant
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 from spmdrl.model.logits_tile import Scale
 from spmdrl.model.logprobs import FAST_HEAD, Head, HeadOptions, logprobs_of_logits, next_token_logprobs
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_between
-from spmdrl.model.sharding import decoder_layers
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers
 from spmdrl.types import Request
 from tests.helpers.config_file import GOOD, problems, read
 from tests.helpers.conversations import conversations, count_read

@@ -22,8 +22,8 @@ from spmdrl.memory.device import (
     plan_memory,
 )
 from spmdrl.memory.overhead import Overhead
-from spmdrl.model.host_state import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.model.load import parameter_shapes
+from spmdrl.model.offload import BLOCK_BYTES, HostBuffers, plan_blocks
 from spmdrl.report.memory import Edge, MemoryReading, edge_row, memory_table, resident_bytes
 from tests.helpers.configs import minimal_config, model_config
 from tests.helpers.models import save_llama, save_qwen3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.engine.sglang import preload
+from spmdrl.engine.sglang import libraries
 from spmdrl.engine.sglang.process import _launch_surroundings
 from tests.helpers import fake_packages
 from tests.helpers.fake_packages import RUNTIME
@@ -24,7 +24,7 @@ LOADER_FAILED = 127  # the exit code of a process that the loader ends
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime that this process has loaded, and a memory saver that needs it."""
-    monkeypatch.delenv(preload.PATH_VARIABLE, raising=False)
+    monkeypatch.delenv(libraries.PATH_VARIABLE, raising=False)
     made = fake_packages.make_runtime(tmp_path / "nvidia/cu99/lib")
     fake_packages.make_saver(tmp_path, made)
     fake_packages.install(monkeypatch, tmp_path)
@@ -51,7 +51,7 @@ def test_a_scheduler_starts_only_where_the_loader_is_told_of_the_runtime(
 ) -> None:
     assert started_by_engine({}) == LOADER_FAILED
     assert f"{RUNTIME}: cannot open shared object file" in capfd.readouterr().err
-    assert started_by_engine(preload.library_path()) == 0
+    assert started_by_engine(libraries.library_path()) == 0
 
 
 def library(folder: Path, name: str) -> Path:
@@ -67,9 +67,9 @@ def path_with(monkeypatch: pytest.MonkeyPatch, folder: Path, *loaded: Path) -> l
     maps.write_text(
         "".join(f"7f0000-7f1000 r-xp 00000000 08:01 42   {path}\n" for path in loaded) + "7f2000 rw-p [heap]\n"
     )
-    monkeypatch.setattr(preload, "_MAPS", maps)
+    monkeypatch.setattr(libraries, "_MAPS", maps)
     monkeypatch.setattr(sys, "path", [str(folder)])
-    found = preload.library_path().get("LD_LIBRARY_PATH")
+    found = libraries.library_path().get("LD_LIBRARY_PATH")
     return None if found is None else found.split(os.pathsep)
 
 
@@ -103,8 +103,8 @@ def test_wheels_are_searched_where_no_runtime_is_loaded(tmp_path: Path, monkeypa
 
 
 def test_a_start_that_fails_is_told_in_the_words_of_the_loader(runtime: Path) -> None:
-    assert preload.start_problem(preload.library_path()) is None
-    problem = preload.start_problem({})
+    assert libraries.start_problem(libraries.library_path()) is None
+    problem = libraries.start_problem({})
     assert problem is not None
     assert problem.endswith(
         f"error while loading shared libraries: {RUNTIME}: cannot open shared object file: No such file or directory"
@@ -113,4 +113,4 @@ def test_a_start_that_fails_is_told_in_the_words_of_the_loader(runtime: Path) ->
 
 def test_a_saver_without_its_library_is_told(runtime: Path, tmp_path: Path) -> None:
     (tmp_path / "saver.so").unlink()
-    assert "saver.so' from LD_PRELOAD cannot be preloaded" in str(preload.start_problem(preload.library_path()))
+    assert "saver.so' from LD_PRELOAD cannot be preloaded" in str(libraries.start_problem(libraries.library_path()))

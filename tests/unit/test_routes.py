@@ -20,13 +20,12 @@ from spmdrl.config.model import ModelConfig
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.learn.correction import depths_of
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
 from spmdrl.model.routes import FREE, Routers, balance_refusal, routes_refusal
-from spmdrl.model.sharding import decoder_layers
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.codec import Codec
 from spmdrl.step.batch import lay_end_to_end, to_sequences

@@ -19,7 +19,6 @@ from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.model import logprobs
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.checkpointing import checkpoint_layers
 from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layers import replace_layers
@@ -27,7 +26,7 @@ from spmdrl.model.logits_tile import Scale
 from spmdrl.model.logprobs import HeadOptions
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Policy, TokenLogprobs
-from spmdrl.model.sharding import decoder_layers
+from spmdrl.model.sharding import checkpoint_layers, decoder_layers
 from spmdrl.run import kernel_of_run
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, UserError

@@ -28,11 +28,11 @@ from transformers import (
 
 from spmdrl.config import Config
 from spmdrl.dist.session import World
-from spmdrl.engine.sglang import preload
+from spmdrl.engine.sglang import libraries
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_problems
 from spmdrl.engine.sglang.images import image_problems
-from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
+from spmdrl.engine.sglang.libraries import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from spmdrl.engine.sglang.routes import RouteReader, route_problems
@@ -81,7 +81,7 @@ def started(cfg: Config, device: str, model_config: PreTrainedConfig | None = No
 def test_the_loader_is_told_of_the_runtime_where_the_memory_saver_is_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preload, "library_path", lambda: PATH)
+    monkeypatch.setattr(libraries, "library_path", lambda: PATH)
     colocated, apart = config(tmp_path), config(tmp_path, *APART)
     assert started(colocated, "cuda").environment.items() >= PATH.items()
     assert started(colocated, "cuda").arguments["enable_memory_saver"]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from spmdrl.config import ModelConfig
 from spmdrl.memory.device import GIB
 from spmdrl.memory.images import engine_bytes, pass_bytes, saved_bytes
-from spmdrl.model.checkpointing import checkpoint_layers
+from spmdrl.model.sharding import checkpoint_layers
 from spmdrl.model.trunk import Trunk
 from spmdrl.preflight.checks import vision_problems
 from spmdrl.preflight.forecast import Model, predict

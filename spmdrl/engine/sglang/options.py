@@ -17,13 +17,12 @@ from spmdrl.config import EXACT_BACKENDS, Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.tokenizer import listed_end_tokens
 from spmdrl.dist.session import World, local_rank
+from spmdrl.engine.sglang import libraries
 from spmdrl.engine.sglang import loader as sglang_loader
-from spmdrl.engine.sglang import preload
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_arguments, fewer_bits_problems
 from spmdrl.engine.sglang.images import image_arguments, image_problems
-from spmdrl.engine.sglang.kernels import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import (
     config_overrides,
     expert_problems,
@@ -32,9 +31,8 @@ from spmdrl.engine.sglang.models import (
     hybrid_problems,
     rotary_problems,
 )
-from spmdrl.engine.sglang.orphans import check_orphans
 from spmdrl.engine.sglang.routes import RouteReader, route_problems
-from spmdrl.engine.sglang.surroundings import stand_ins, startup_path
+from spmdrl.engine.sglang.surroundings import check_orphans, stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.families import family_of
 from spmdrl.model.exact import sglang_kernels
@@ -117,7 +115,7 @@ def sglang_problems(
             'says that it computes what the trainer does; set rollout.engine = "torch"'
         )
         return
-    if device_type == "cuda" and (problem := kernel_problem(torch.__version__)):
+    if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
         check_orphans()
@@ -191,14 +189,14 @@ def _device_problems(cfg: Config) -> Iterator[str]:
     # With true_on_policy the trainer needs the same kernels, and says so itself.
     is_chosen = {"prefill_attention_backend", "decode_attention_backend"} <= cfg.rollout.sglang.keys()
     if not (cfg.true_on_policy or is_chosen) and (
-        problem := attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
+        problem := libraries.attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
     ):
         yield problem
     has_saver = cfg.rollout.placement == "colocated"
-    if has_saver and (problem := preload.start_problem(preload.library_path())):
+    if has_saver and (problem := libraries.start_problem(libraries.library_path())):
         yield (
             'rollout.engine = "sglang": its processes load the library of torch_memory_saver first, and with it no '
-            f"process starts here: {problem}; put the folder of what is missing on {preload.PATH_VARIABLE}"
+            f"process starts here: {problem}; put the folder of what is missing on {libraries.PATH_VARIABLE}"
         )
 
 
@@ -356,7 +354,7 @@ def sglang_options(cfg: Config, plan: Plan, world: World, model_config: Any) -> 
     if on_cpu:
         environment |= stand_ins().child_environment() | {"SGLANG_CPU_OMP_THREADS_BIND": _cores(world.num_local_ranks)}
     if arguments["enable_memory_saver"]:
-        environment |= preload.library_path()
+        environment |= libraries.library_path()
     if cfg.true_on_policy:
         environment |= sglang_kernels.ENVIRONMENT
     if not on_cpu and "cuda_graph" in release:

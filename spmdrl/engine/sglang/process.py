@@ -32,10 +32,9 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from spmdrl.dist.session import outside_default_group
 from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.sglang import kernels
 from spmdrl.engine.sglang.images import take_numbers_from_requests
-from spmdrl.engine.sglang.orphans import OWNER_VARIABLE
-from spmdrl.engine.sglang.surroundings import stand_ins
+from spmdrl.engine.sglang.libraries import SETUP
+from spmdrl.engine.sglang.surroundings import OWNER_VARIABLE, stand_ins
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
 from spmdrl.workers.folders import LockedFolder
@@ -65,17 +64,15 @@ def _note_failed_child(*_: Any) -> None:
 def check_installed() -> None:
     """Raise UserError when sglang is missing, or is another version than the one whose internals we use."""
     if importlib.util.find_spec("sglang") is None:
-        raise UserError(f'rollout.engine = "sglang" needs SGLang, which is not installed; {kernels.SETUP}')
+        raise UserError(f'rollout.engine = "sglang" needs SGLang, which is not installed; {SETUP}')
     installed = importlib.metadata.version("sglang")
     if installed != SUPPORTED_VERSION:
         raise UserError(
-            f'rollout.engine = "sglang" works with SGLang {SUPPORTED_VERSION}, but {installed} is installed; '
-            f"{kernels.SETUP}"
+            f'rollout.engine = "sglang" works with SGLang {SUPPORTED_VERSION}, but {installed} is installed; {SETUP}'
         )
     if torch.cuda.is_available() and importlib.util.find_spec("torch_memory_saver") is None:
         raise UserError(
-            'rollout.engine = "sglang" needs torch_memory_saver on a GPU, to give memory back to the trainer; '
-            f"{kernels.SETUP}"
+            f'rollout.engine = "sglang" needs torch_memory_saver on a GPU, to give memory back to the trainer; {SETUP}'
         )
 
 

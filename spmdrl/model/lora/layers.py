@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from spmdrl.model.checkpointing import cheap_products
 from spmdrl.model.tensor_parallel import (
     ColwiseGatheringLinear,
     ColwiseLinear,
@@ -23,6 +24,23 @@ from spmdrl.model.tensor_parallel import (
     parameters_as,
     reduce_from,
 )
+
+# True inside `cheap_products`, which activation checkpointing reads.
+is_cheap: ContextVar[bool] = ContextVar("is_cheap", default=False)
+
+
+@contextmanager
+def cheap_products() -> Iterator[None]:
+    """Have "selective" repeat the products in this block instead of keeping their results.
+
+    Those of low rank take little time, and their results as much memory as those of a whole weight.
+    """
+    before = is_cheap.set(True)
+    try:
+        yield
+    finally:
+        is_cheap.reset(before)
+
 
 # Adapters of linear layers: a hook that adds `scale * B (A x)` to the output, whatever class computes the layer.
 
