@@ -22,14 +22,14 @@ from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
 from spmdrl.step.logprobs import add_columns, reference_columns
-from spmdrl.step.pair_data import (
-    AGGREGATION,
+from spmdrl.step.steps import Steps
+from spmdrl.step.tuning_data import (
+    PAIR_AGGREGATION,
     ComparisonEncoder,
     HeldOutPairs,
     describe_comparison,
     read_comparisons,
 )
-from spmdrl.step.steps import Steps
 
 
 def prefer(run: Launch[PreferencesConfig]) -> None:
@@ -50,7 +50,7 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
     with steps.until_stopped():
         for step in steps:
             with steps.phase("batch"):
-                batch = build_batch(read_comparisons(run, encode, step), plan, meshes, aggregation=AGGREGATION)
+                batch = build_batch(read_comparisons(run, encode, step), plan, meshes, aggregation=PAIR_AGGREGATION)
             with run.report.span("images"):
                 batch, _, seen = images.fill(batch)
             with steps.phase("logprobs"):

@@ -20,9 +20,9 @@ from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
-from spmdrl.step.sft_data import HeldOutLoss, PairEncoder, describe, read_pairs
 from spmdrl.step.steps import Steps
 from spmdrl.step.teachers import FrozenModels, teacher_lines
+from spmdrl.step.tuning_data import HeldOutLoss, PairEncoder, describe, read_pairs
 
 
 def fine_tune(run: Launch[SftConfig]) -> None:

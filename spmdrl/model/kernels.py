@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attention_in_parts, prepend_sink
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact.invariant import causal_in_tiles
-from spmdrl.model.exact.sglang_attention import causal_as_engine
+from spmdrl.model.exact.sglang_kernels import causal_as_engine
 from spmdrl.model.plain_attention import capped_attention
 from spmdrl.types import UserError
 

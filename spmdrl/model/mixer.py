@@ -1,5 +1,7 @@
 """The forward pass of all recurrent layers over packed sequences: a causal convolution, then a rule of the layer's own.
 
+A sequence starts without a state, or continues that of an earlier call.
+
 `recurrent.py` has the layers.
 """
 
@@ -9,7 +11,8 @@ import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +22,84 @@ from transformers.activations import ACT2FN
 
 from spmdrl.model import gated_delta_cuda
 from spmdrl.model.context import heads_for_tokens, tokens_for_heads
-from spmdrl.model.layer_states import LayerStates, NodeLevels, mix_sequences
+from spmdrl.types import PrefixTree
+
+# States of recurrent layers between calls: an engine's, or those of the nodes of a prefix tree.
+#
+# Nodes of one depth are packed sequences, each of which continues from the state of its parent. So a layer is called
+# once for each depth, and hands its states from call to call. Gradients of the children's states add up in their
+# parent's.
+
+
+class LayerStates(Protocol):
+    """Memory of recurrent layers between calls: of each of S sequences, by layer."""
+
+    def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
+
+        None is to start from nothing.
+        """
+
+    def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
+        """Take what is left after the last token of each sequence, in the same shapes."""
+
+
+class _Level(NamedTuple):
+    """The S nodes of one depth."""
+
+    rows: Tensor  # [T of the level] int64
+    lengths: list[int]  # [S]
+    parents: Tensor  # [S] int64, places among the nodes of the level above
+
+
+class NodeLevels:
+    """The nodes of a tree by depth: what a recurrent layer is given in place of the lengths of sequences."""
+
+    def __init__(self, tree: PrefixTree, device: torch.device) -> None:
+        self._tree, self._device = tree, device
+
+    @functools.cached_property
+    def levels(self) -> list[_Level]:
+        """The levels, roots first."""
+        starts = [*accumulate(self._tree.lengths, initial=0)]
+        levels: list[list[int]] = []
+        found: list[tuple[int, int]] = []  # of each node, its depth and its place among those of this depth
+        for node, parent in enumerate(self._tree.parents):
+            depth = 0 if parent < 0 else found[parent][0] + 1
+            if depth == len(levels):
+                levels.append([])
+            found.append((depth, len(levels[depth])))
+            levels[depth].append(node)
+        return [
+            _Level(
+                torch.cat([torch.arange(starts[node], starts[node + 1]) for node in nodes]).to(self._device),
+                [self._tree.lengths[node] for node in nodes],
+                torch.tensor([found[self._tree.parents[node]][1] for node in nodes]).to(self._device),
+            )
+            for nodes in levels
+        ]
+
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """[U] int64, the place of each row where levels lie end to end."""
+        return torch.cat([level.rows for level in self.levels]).argsort()
+
+
+class _OfParents:
+    """The states of one layer: a level starts with those that the level above has left."""
+
+    def __init__(self) -> None:
+        self.left: tuple[Tensor, Tensor] | None = None
+        self.parents: Tensor | None = None
+
+    def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        if self.left is None:
+            return None
+        conv, state = self.left
+        return conv[self.parents], state[self.parents]
+
+    def keep(self, layer: int, conv: Tensor, state: Tensor) -> None:
+        self.left = conv, state
 
 
 def causal_conv(
@@ -131,7 +211,7 @@ class Mixer(nn.Module, abc.ABC):
         assert cache_params is None and attention_mask is None, "packed sequences have no cache and no padding"
         projected, weights = self._project(hidden_states[0]), self._weights()
         if self.context is None:
-            out = mix_sequences(self._mix, (projected.channels, *projected.of_heads), weights, seqlens, states)
+            out = self._mix_sequences((projected.channels, *projected.of_heads), weights, seqlens, states)
         else:
             assert states is None, "engines sample whole sequences"
             out = self._mix_own_heads(projected, weights, seqlens, self.context)
@@ -155,7 +235,24 @@ class Mixer(nn.Module, abc.ABC):
         parts = self._parts(projected.channels, 1, num_ranks)
         received = tokens_for_heads([*parts, *projected.of_heads], mesh)
         per_token = [torch.cat(received[: len(parts)], dim=-1), *received[len(parts) :]]
-        return heads_for_tokens(mix_sequences(self._mix, per_token, own_weights, seqlens), mesh)
+        return heads_for_tokens(self._mix_sequences(per_token, own_weights, seqlens), mesh)
+
+    def _mix_sequences(
+        self,
+        per_token: Sequence[Tensor],
+        weights: Weights,
+        seqlens: list[int] | NodeLevels,
+        states: LayerStates | None = None,
+    ) -> Tensor:
+        """Mix the tokens of packed sequences, or those of a tree's nodes with the states of their parents: [T, ...]."""
+        if not isinstance(seqlens, NodeLevels):
+            return self._mix(per_token, weights, seqlens, states)
+        assert states is None, "engines have no trees"
+        of_level, found = _OfParents(), []
+        for level in seqlens.levels:
+            of_level.parents = level.parents
+            found.append(self._mix([x[level.rows] for x in per_token], weights, level.lengths, of_level))
+        return torch.cat(found)[seqlens.places]
 
     def _mix(
         self, per_token: Sequence[Tensor], weights: Weights, seqlens: list[int], states: LayerStates | None

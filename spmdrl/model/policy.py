@@ -21,10 +21,10 @@ from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import ContextRanks, context_attention, context_tree_attention, gather_tokens
 from spmdrl.model.divergence import Divergence, TeacherHead, top_tokens
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.layer_states import NodeLevels
 from spmdrl.model.logits_tile import Scale
 from spmdrl.model.logprobs import HeadOptions, place_at, predicting_tokens
 from spmdrl.model.lora.adapters import Adapters
+from spmdrl.model.mixer import NodeLevels
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.routes import FREE, Routers

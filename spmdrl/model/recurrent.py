@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.families import FAMILIES, ModelFamily, family_of
 from spmdrl.model import gated_delta, gated_delta_cuda
 from spmdrl.model.layer_kinds import recurrent_layers
-from spmdrl.model.layer_states import LayerStates, NodeLevels
-from spmdrl.model.mixer import Mixer, Projected, Weights
+from spmdrl.model.mixer import LayerStates, Mixer, NodeLevels, Projected, Weights
 from spmdrl.model.ssd import state_space_rule
 
 

@@ -88,8 +88,7 @@ from spmdrl.rollout.start import sampling_problems
 from spmdrl.run import Inputs, kernel_of_run
 from spmdrl.step.advantages import advantage_problems
 from spmdrl.step.export import refuse_overwriting
-from spmdrl.step.pair_data import comparison_limit
-from spmdrl.step.sft_data import PairEncoder, answer_limit
+from spmdrl.step.tuning_data import PairEncoder, answer_limit, comparison_limit
 from spmdrl.types import UserError
 
 T = TypeVar("T")

@@ -43,7 +43,7 @@ from spmdrl.faults.verdict import EXIT_INTERRUPTED
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here, with_training_file
-from spmdrl.step.sft_data import PairEncoder
+from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import MODULES, program_of, run_name

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model.exact import sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from tests.helpers.device_sizes import needs_kernels
 from tests.helpers.small_run import finished_torchrun, sums_from_files, write_small_run
@@ -88,7 +88,7 @@ def test_products_means_and_log_softmax_do_not_depend_on_other_rows() -> None:
     [("fa3", (4, 4, 128)), ("fa3", (8, 2, 128)), ("fa3", (4, 2, 96)), ("triton", (4, 4, 64)), ("triton", (8, 2, 128))],
 )
 def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
-    backend: sglang_attention.Backend, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    backend: sglang_kernels.Backend, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without(backend)
     kernel: Kernel = "sglang_fa3" if backend == "fa3" else "sglang_triton"
@@ -109,7 +109,7 @@ def test_attention_over_a_pack_has_the_bits_of_each_sequence_alone(
         tokens = slice(start, start + length)
         assert torch.equal(attended([length], tokens), together[tokens])
         start += length
-    monkeypatch.setattr(sglang_attention, "_MAX_PAIRS", 1000)
+    monkeypatch.setattr(sglang_kernels, "_MAX_PAIRS", 1000)
     assert torch.equal(attended(SEQLENS, everything), together)
     plain = attended(SEQLENS, everything, "varlen")
     torch.testing.assert_close(together, plain, atol=0.02, rtol=0.02)

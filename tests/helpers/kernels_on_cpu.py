@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.exact import invariant, sglang_attention, sglang_kernels
+from spmdrl.model.exact import invariant, sglang_kernels
 from spmdrl.model.exact.custom_backward import linear_by
 from spmdrl.model.kernels import SequenceLayout, causal_attention
 
@@ -128,4 +128,4 @@ def _varlen(offsets: Any, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 
 def in_portions_of(patch: pytest.MonkeyPatch, num_keys: int) -> None:
     """Let decoded tokens be given to their kernel a few at a time."""
-    patch.setattr(sglang_attention, "_MAX_PAIRS", num_keys)
+    patch.setattr(sglang_kernels, "_MAX_PAIRS", num_keys)

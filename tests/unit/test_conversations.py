@@ -14,7 +14,7 @@ from spmdrl.data.conversations import asked, imitated
 from spmdrl.data.sources import Exchange, FileSource, Row
 from spmdrl.data.stream import TrainingPair
 from spmdrl.data.vision import NO_IMAGES
-from spmdrl.step.sft_data import PairEncoder
+from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Prompt, UserError
 

@@ -33,7 +33,7 @@ from spmdrl.data.stream import HeldOutPrompts, PromptStream, make_held_out, make
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision import ImageReader
 from spmdrl.families import vision_family
-from spmdrl.step.sft_data import PairEncoder
+from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.types import Prompt, UserError
 from tests.helpers.chat_templates import family_tokenizer
 from tests.helpers.vision import as_file, photo, save_vision_files

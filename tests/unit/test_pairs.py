@@ -26,7 +26,7 @@ from spmdrl.learn.pairs import PreferenceObjective, pair_objective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.step.batch import lay_end_to_end
-from spmdrl.step.pair_data import ComparisonEncoder
+from spmdrl.step.tuning_data import ComparisonEncoder
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import ImageSpan, Prompt, Sequence, UserError
 from tests.helpers.models import QWEN3

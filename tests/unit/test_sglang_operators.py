@@ -19,7 +19,7 @@ from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.model import logprobs
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.model.attention_layer import AttentionLayer
-from spmdrl.model.exact import sglang_attention, sglang_kernels, sglang_operators
+from spmdrl.model.exact import sglang_kernels, sglang_operators
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.logits_tile import Scale
@@ -123,7 +123,7 @@ def test_neither_chunks_nor_recomputation_change_a_bit(
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("backend", ["fa3", "triton"])
 def test_attention_is_the_plain_one_and_has_its_gradient(
-    backend: sglang_attention.Backend, heads: tuple[int, int], on_cpu: pytest.MonkeyPatch
+    backend: sglang_kernels.Backend, heads: tuple[int, int], on_cpu: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     total = sum(SEQLENS)
@@ -176,10 +176,10 @@ def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.M
     seen = [3, 1, 40, 2, 2, 9]
     for most in (1, 5, 12, 100):
         kernels_on_cpu.in_portions_of(on_cpu, most)
-        parts = list(sglang_attention._parts_within_limit(seen))
+        parts = list(sglang_kernels._parts_within_limit(seen))
         assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
         assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
-    assert not list(sglang_attention._parts_within_limit([]))
+    assert not list(sglang_kernels._parts_within_limit([]))
 
 
 @pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])

@@ -23,7 +23,7 @@ from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative
 from spmdrl.model.layer_kinds import cached_heads
-from spmdrl.model.layer_states import LayerStates
+from spmdrl.model.mixer import LayerStates
 from spmdrl.model.plain_attention import cap_scores
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.types import UserError

@@ -1,16 +1,18 @@
-"""Fine-tuning's data: pairs of prompt and response as sequences, and the loss on those that are held out."""
+"""Data of fine-tuning and of preferences: pairs as sequences, and the metrics of those that are held out."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.metrics import Mean, Metrics, merge_all
-from spmdrl.config import SftConfig, TuningConfig
+from spmdrl.config import PreferencesConfig, SftConfig, TuningConfig
 from spmdrl.conversation import num_images
 from spmdrl.data.sources import Exchange, Row
 from spmdrl.data.stream import AnswerLimit, TrainingPair, require_response
@@ -18,12 +20,15 @@ from spmdrl.data.tokenizer import encode_text
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, expanded
 from spmdrl.dist.collectives import raise_on_all_ranks
+from spmdrl.learn.learner import Learner
+from spmdrl.learn.update import measure
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation
 from spmdrl.step.images import Images
+from spmdrl.step.logprobs import Forward, add_columns
 from spmdrl.types import Hint, Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
 
@@ -121,27 +126,39 @@ def read_pairs(
         ]
 
 
+class _HeldOut:
+    """This rank's held-out pairs, with their places among those of all ranks."""
+
+    def __init__(self, run: Launch[Any]) -> None:
+        self._run, mesh = run, run.meshes.training
+        self.mine: list[tuple[int, TrainingPair]] = list(enumerate(run.inputs.held_out_pairs))[
+            run.world.rank :: mesh.size()
+        ]
+
+    def restore_images(self) -> None:
+        """Read their images again where the store has removed them; all ranks raise what one does."""
+        with raise_on_all_ranks(self._run.meshes.training):
+            for _, pair in self.mine:
+                self._run.inputs.held_out.restore_pair(pair)
+
+
 class HeldOutLoss:
     """The loss of the held-out responses, by the weights that the policy has when it is called."""
 
     def __init__(self, run: Launch[SftConfig], policy: Policy, encode: PairEncoder, images: Images) -> None:
         """Every rank that trains must make one, and all raise what one does."""
         self._policy, self._meshes, self._images = policy, run.meshes, images
-        pairs, num_ranks = list(enumerate(run.inputs.held_out_pairs)), run.meshes.training.size()
+        self._pairs = _HeldOut(run)
         with raise_on_all_ranks(run.meshes.training):
-            mine = [encode(pair, index) for index, pair in pairs[run.world.rank :: num_ranks]]
-        self._pairs = [pair for _, pair in pairs[run.world.rank :: num_ranks]]
-        self._restore = run.inputs.held_out.restore_pair
-        self._micro_batches = build_batch(mine, run.plan, run.meshes, aggregation="token_mean").micro_batches
+            sequences = [encode(pair, index) for index, pair in self._pairs.mine]
+        self._micro_batches = build_batch(sequences, run.plan, run.meshes, aggregation="token_mean").micro_batches
 
     @torch.no_grad()
     def __call__(self) -> Evaluation:
         """Return this rank's part of the loss, a mean over tokens; every rank that trains must call this."""
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
-        with raise_on_all_ranks(self._meshes.training):
-            for pair in self._pairs:
-                self._restore(pair)
+        self._pairs.restore_images()
         micro_batches, _ = self._images.look(self._micro_batches)
         for micro_batch in micro_batches:
             logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)
@@ -159,3 +176,84 @@ def describe(pair: TrainingPair, sequence: TrainingSequence) -> Sequence[str]:
         f"first pair ({len(sequence.token_ids)} tokens, {sum(sequence.loss_mask)} of them trained): "
         f"{pair.prompt.text[-200:]!r} -> {shown}"
     ]
+
+
+PAIR_AGGREGATION = "sequence_mean_token_sum"  # every pair counts the same
+
+
+class ComparisonEncoder:
+    """Turns comparisons into pairs of sequences: the prompt with the chosen answer, and with the rejected one."""
+
+    def __init__(self, cfg: PreferencesConfig, inputs: Inputs) -> None:
+        self._encode = PairEncoder.of(cfg, inputs)
+        self._scores = cfg.pairs.trains_reward_model
+
+    def __call__(self, pair: TrainingPair, index: int) -> list[TrainingSequence]:
+        """Return the pair's two sequences, the chosen one first, which has the margin as its reward.
+
+        Their loss tokens are the answers'; for a reward model only the last token, at which it scores. Raises UserError
+        when an answer is too long.
+        """
+        chosen, rejected = self._encode(pair, index), self._encode(replace(pair, exchanges=pair.rejected), index)
+        pair_of_sequences = [replace(chosen, reward=pair.margin), replace(rejected, part=1)]
+        return [_only_end(one) for one in pair_of_sequences] if self._scores else pair_of_sequences
+
+
+def _only_end(sequence: TrainingSequence) -> TrainingSequence:
+    return replace(sequence, loss_mask=(False,) * (len(sequence.token_ids) - 1) + (True,))
+
+
+def comparison_limit(cfg: PreferencesConfig, encode: PairEncoder) -> AnswerLimit:
+    """Return the limit on the two answers of a row."""
+
+    def num_tokens(row: Row) -> int:
+        return max(encode.num_tokens(answer) for answer in (row.exchanges, row.rejected))
+
+    most, setting = cfg.pairs.max_response_tokens, "pairs.max_response_tokens"
+    return AnswerLimit(num_tokens, most, setting, holds_for_held_out=True)
+
+
+def read_comparisons(run: Launch[PreferencesConfig], encode: ComparisonEncoder, step: int) -> list[TrainingSequence]:
+    """Return the sequences of this rank's pairs of a step; every rank that trains must call this, and all raise what
+    one does."""
+    first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
+    with raise_on_all_ranks(run.meshes.training):
+        pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
+        return [sequence for index, pair in enumerate(pairs, start=first) for sequence in encode(pair, index)]
+
+
+class HeldOutPairs:
+    """The metrics of the held-out pairs, by the weights that the policy has when it is called."""
+
+    def __init__(
+        self,
+        run: Launch[PreferencesConfig],
+        learner: Learner,
+        forwards: Mapping[str, Forward],
+        encode: ComparisonEncoder,
+        images: Images,
+    ) -> None:
+        """`forwards` compute the columns of the reference. Every rank that trains must make one, and all raise what one
+        does."""
+        self._learner, self._forwards, self._meshes, self._images = learner, forwards, run.meshes, images
+        self._pairs = _HeldOut(run)
+        with raise_on_all_ranks(run.meshes.training):
+            sequences = [sequence for index, pair in self._pairs.mine for sequence in encode(pair, index)]
+        self._batch = build_batch(sequences, run.plan, run.meshes, aggregation=PAIR_AGGREGATION)
+
+    def __call__(self) -> Evaluation:
+        """Return this rank's part of the metrics, means over pairs; every rank that trains must call this."""
+        self._pairs.restore_images()
+        batch, _, _ = self._images.fill(self._batch)
+        batch = add_columns(batch, self._forwards, self._meshes.training)
+        metrics = measure(self._learner, batch.mini_batches, self._meshes)
+        named = {name.replace("pairs/", "eval/"): value for name, value in metrics.items() if name.startswith("pairs/")}
+        return Evaluation(named)
+
+
+def describe_comparison(pair: TrainingPair, sequences: Sequence[TrainingSequence]) -> Sequence[str]:
+    """Return lines about a pair for --dry-run."""
+    answers = (pair.exchanges[-1].response, pair.rejected[-1].response)
+    lengths = [len(sequence.token_ids) - len(pair.prompt.token_ids) for sequence in sequences]
+    shown = [f"{text[:200]!r} ({length} tokens)" for text, length in zip(answers, lengths, strict=True)]
+    return [f"first pair: {pair.prompt.text[-200:]!r} -> {shown[0]} is preferred to {shown[1]}"]
