@@ -33,7 +33,7 @@ import numpy as np
 from results import RESULTS, ROOT, print_result, provenance
 from runs import curve, described, train, warm_start
 
-from spmdrl.report.forecast import forecast, forecast_run
+from spmdrl.report.comparison import forecast, forecast_run
 from spmdrl.report.run_folder import RunFolder, read_steps
 
 SETTINGS = (  # over configs/demo.toml

@@ -24,9 +24,8 @@ from generate_peer import lengths_of, load_model, request_prompts, time_generate
 from transformers import PreTrainedModel
 
 from spmdrl.algo.seeds import mix
-from spmdrl.cpu.calibration import choose_kernels, shapes_of
-from spmdrl.cpu.compiled import CannotCompile, compile_all, use_compiled
-from spmdrl.cpu.products import use_kernels
+from spmdrl.cpu.kernels_c import CannotCompile, compile_all, use_compiled
+from spmdrl.cpu.linear_layers import choose_kernels, shapes_of, use_kernels
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import choose_kernel
 from spmdrl.refit.refit import load_whole

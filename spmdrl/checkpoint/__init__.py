@@ -1,8 +1,14 @@
 """Checkpoints: everything a run needs to continue, written in the background and verified before it is loaded."""
 
 from spmdrl.checkpoint.manifest import newest_step, resolved, saved_steps
-from spmdrl.checkpoint.restore import collector_state, restore
-from spmdrl.checkpoint.resume import ResumePoint, find_resume_point, preview_resume_point, require_whole
+from spmdrl.checkpoint.resume import (
+    ResumePoint,
+    collector_state,
+    find_resume_point,
+    preview_resume_point,
+    require_whole,
+    restore,
+)
 from spmdrl.checkpoint.write import Saver, start_saver
 
 __all__ = [

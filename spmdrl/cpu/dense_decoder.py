@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from spmdrl.cpu import kernels_c
-from spmdrl.cpu.compiled import serves
-from spmdrl.cpu.products import linear
+from spmdrl.cpu.kernels_c import serves
+from spmdrl.cpu.linear_layers import linear
 from spmdrl.engine.torch.adapters import AdapterBank
 from spmdrl.engine.torch.cache import DecodeTokens, PrefillExtend
 from spmdrl.families import FAMILIES, layer_class

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.cpu import kernels_c
-from spmdrl.cpu.compiled import serves
+from spmdrl.cpu.kernels_c import serves
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.cpu_room import EqualLengths
 

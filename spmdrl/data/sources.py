@@ -20,8 +20,7 @@ from spmdrl.config import FileData, FileSettings, PreferenceFile, ReasoningGymDa
 from spmdrl.config.base import LARGEST
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
-from spmdrl.data.parts import PartReader
-from spmdrl.data.preferences import compared, is_message
+from spmdrl.data.messages import PartReader, compared, is_message
 from spmdrl.data.rows import open_rows
 from spmdrl.data.tokenizer import texts_in
 from spmdrl.types import UserError

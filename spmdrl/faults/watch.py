@@ -1,7 +1,7 @@
 """The watch of each rank: a thread that shows where the rank is, receives signals, and ends a rank that is stuck.
 
 The loop tells it each phase and asks it whether to stop. Requests to stop are in `watch.py`, the rank's status
-and log in `rank_status.py`, failures in `failure.py`, hangs in `watchdog.py`.
+and log in `rank_status.py`, failures and hangs in `failure.py`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import any_rank, gather_objects
 from spmdrl.dist.session import World, shared_store
-from spmdrl.faults.failure import OomKills, failure_in, report_failure
+from spmdrl.faults.failure import OomKills, Watchdog, failure_in, report_failure
 from spmdrl.faults.files import FaultFiles, open_ordinary
 from spmdrl.faults.rank_status import BEAT_S, Heartbeat
 from spmdrl.faults.stacks import DUMP_SIGNAL, STACKS_TO
 from spmdrl.faults.text import one_line
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_LOST_RANK, Requeue, write_requeue
-from spmdrl.faults.watchdog import Watchdog
 
 # Requests to stop the run: from a signal, from the file `stop`, from another rank, or because of `run.stop_before`.
 

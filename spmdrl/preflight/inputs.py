@@ -64,20 +64,18 @@ from spmdrl.model.tree_attention import tree_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
 from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
 from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.frozen import (
+from spmdrl.preflight.other_models import (
     OpenedModel,
     frozen_directories,
     frozen_problems,
     hint_problems,
-    open_frozen,
-    top_token_problems,
-)
-from spmdrl.preflight.reward_models import (
     judge_problems,
     model_terms,
+    open_frozen,
     open_reward_model,
     open_reward_tokenizer,
     text_problems,
+    top_token_problems,
 )
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder

@@ -1,30 +1,260 @@
 """The recorder: writes each step's rollouts, what the trainer says about their tokens, and a fingerprint of the step if
-`debug.save_rollouts` is set; for a replay, and for the page of its episodes."""
+`debug.save_rollouts` is set; for a replay, and for the page of its episodes.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from spmdrl.algo.metrics import Metrics
+from spmdrl.algo.metrics import Metrics, scalars
+from spmdrl.algo.seeds import uniform
 from spmdrl.checkpoint import resolved
 from spmdrl.config import Config
-from spmdrl.config.strict import as_written
+from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.learn.learner import POLICY, Learner
 from spmdrl.model.policy import PackedModel, TokenLogprobs
 from spmdrl.model.weight_files import write_tensors
-from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint
+from spmdrl.refit.digest import digest
 from spmdrl.rollout.collect import Collected
-from spmdrl.rollout.files import Recording, disk_errors_explained, folder_of, read_tensors, write
+from spmdrl.rollout.files import (
+    Recording,
+    as_bytes,
+    disk_errors_explained,
+    folder_of,
+    from_bytes,
+    read_header,
+    read_tensors,
+    write,
+)
 from spmdrl.run import Launch
-from spmdrl.types import PADDING_INDEX, MicroBatch, MiniBatch
+from spmdrl.types import PADDING_INDEX, MicroBatch, MiniBatch, Place
+
+# Fingerprints of a step: a compact record of its advantages, weights and gradients, and the distance between two.
+
+
+NUM_PROJECTIONS = 8
+_BITS = 24  # random bits in one value of `uniform`
+_CHUNK = 1 << 22  # elements whose signs are in memory at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The digest of one rank's part of a gradient, and projections that estimate its distance from another.
+
+    A projection is the sum of the elements with random signs. The squared difference of two projections estimates the
+    squared norm of the difference of the parts (Alon, Matias and Szegedy 1996, doi:10.1145/237814.237823); the mean
+    over `NUM_PROJECTIONS` has a relative error of about one half.
+    """
+
+    digest: str
+    squared_norm: float
+    projections: tuple[float, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, part: Tensor) -> Fingerprint:
+        """Compute the fingerprint of a local tensor; the signs are the same on every device."""
+        flat = part.reshape(-1)
+        sums = torch.zeros(1 + NUM_PROJECTIONS, dtype=torch.float64, device=part.device)
+        for start in range(0, flat.numel(), _CHUNK):
+            values = flat[start : start + _CHUNK].double()
+            places = torch.arange(start, start + values.numel(), device=part.device)
+            bits = (uniform(torch.zeros_like(places), places) * 2**_BITS).long()
+            signs = (1 - 2 * (bits >> number & 1) for number in range(NUM_PROJECTIONS))
+            sums += torch.stack([values.square().sum(), *((values * sign).sum() for sign in signs)])
+        squared_norm, *projections = sums.tolist()
+        return cls(digest(part), squared_norm, tuple(projections))
+
+    def squared_distance(self, other: Fingerprint) -> float:
+        """Estimate the squared norm of the difference of the two parts."""
+        pairs = zip(self.projections, other.projections, strict=True)
+        return sum((mine - theirs) ** 2 for mine, theirs in pairs) / NUM_PROJECTIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFingerprint:
+    """The fingerprint of one step on one rank."""
+
+    advantages: Mapping[Place, Tensor]  # [n] float32 for each trained sequence, by its place in the step's global order
+    weights: Mapping[str, str]  # digests of its parts before the step, by "learner/parameter"
+    gradients: Mapping[str, Fingerprint]  # its parts as the optimizer gets them, by "learner/update/parameter"
+    numbers: Mapping[str, float]  # losses and gradient norms over all ranks, by metric
+
+    def write(self, path: Path) -> None:
+        """Write a file; it gets its final name once it is complete. Raises UserError if it cannot be written."""
+        unfinished = path.with_suffix(".unfinished")
+        tensors = {
+            "places": torch.tensor(list(self.advantages), dtype=torch.int64).view(-1, 2),
+            "num_tokens": torch.tensor([len(x) for x in self.advantages.values()], dtype=torch.int64),
+            "advantages": torch.cat([torch.empty(0), *self.advantages.values()]),
+            "gradients": torch.tensor(
+                [[one.squared_norm, *one.projections] for one in self.gradients.values()], dtype=torch.float64
+            ).view(-1, 1 + NUM_PROJECTIONS),
+            "digests": as_bytes(
+                {"weights": self.weights, "gradients": {name: one.digest for name, one in self.gradients.items()}}
+            ),
+        }
+        with disk_errors_explained(path):
+            write_tensors(unfinished, tensors, {"numbers": json.dumps(self.numbers)})
+            os.replace(unfinished, path)
+
+    @classmethod
+    def read(cls, path: Path) -> StepFingerprint:
+        """Read a file. Raises UserError if it is missing or damaged."""
+        with as_written(path, "debug.save_rollouts"):
+            numbers, tensors = parse_own_json(read_header(path)["numbers"]), read_tensors(path)
+            digests = from_bytes(tensors["digests"])
+            parts = tensors["advantages"].split(tensors["num_tokens"].tolist())
+            return cls(
+                advantages=dict(zip(map(tuple, tensors["places"].tolist()), parts, strict=True)),
+                weights=digests["weights"],
+                gradients={
+                    name: Fingerprint(saved_digest, squared_norm, tuple(projections))
+                    for (name, saved_digest), (squared_norm, *projections) in zip(
+                        digests["gradients"].items(), tensors["gradients"].tolist(), strict=True
+                    )
+                },
+                numbers=numbers,
+            )
+
+
+class GradientHooks:
+    """Hooks on the optimizers of learners that take fingerprints of weights and gradients before each step."""
+
+    def __init__(self, learners: Mapping[str, Learner]) -> None:
+        self._weights: dict[str, str] = {}
+        self._gradients: dict[str, Fingerprint] = {}
+        self._updates = dict.fromkeys(learners, 0)
+        self._depth = 0  # an optimizer with its state on the host has steps inside its step, one for each block
+        for name, learner in learners.items():
+            learner.optimizer.register_step_pre_hook(partial(self._before, name, learner))
+            learner.optimizer.register_step_post_hook(self._after)
+
+    def take(self, mini_batches: Iterable[MiniBatch], updated: Metrics) -> StepFingerprint:
+        """Return the fingerprint of a step, after its updates; `updated` are the metrics of the updates."""
+        fingerprint = StepFingerprint(
+            advantages=_advantages(mini_batches),
+            weights=self._weights,
+            gradients=self._gradients,
+            numbers={name: x for name, x in scalars(updated).items() if name.endswith(("/loss", "/grad_norm"))},
+        )
+        self._weights, self._gradients, self._updates = {}, {}, dict.fromkeys(self._updates, 0)
+        return fingerprint
+
+    def _before(self, name: str, learner: Learner, *_: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._updates[name] += 1
+        update = self._updates[name]
+        for parameter_name, parameter in learner.model.named_parameters():
+            if update == 1:
+                self._weights[f"{name}/{parameter_name}"] = digest(_local(parameter.detach()))
+            if parameter.grad is not None:
+                self._gradients[f"{name}/{update}/{parameter_name}"] = Fingerprint.of(_local(parameter.grad))
+
+    def _after(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[Place, Tensor]:
+    """Return the advantages of each sequence's loss tokens, by the sequence's place."""
+    advantages: dict[Place, Tensor] = {}
+    for micro_batch in (micro_batch for mini_batch in mini_batches for micro_batch in mini_batch):
+        assert micro_batch.advantages is not None
+        seqlens = micro_batch.seqlens
+        masks, values = micro_batch.loss_mask.split(seqlens), micro_batch.advantages.split(seqlens)
+        for place, mask, value in zip(micro_batch.places, masks, values, strict=True):
+            if place[0] != PADDING_INDEX:
+                advantages[place] = value[mask]
+    return advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The difference between the fingerprints of a step and of its replay."""
+
+    advantages: float  # the largest absolute difference over all tokens
+    numbers: Mapping[str, float]  # absolute differences of losses and gradient norms, by metric
+    same_parts: bool  # True when each rank holds the same parts of the model; else the next two are empty
+    weights: Sequence[str]  # names of weights whose bits differed before the step
+    gradients: Mapping[str, float]  # estimated relative distances of gradients whose bits differ, by name
+
+    @property
+    def is_none(self) -> bool:
+        """True when nothing differs."""
+        return not (self.advantages or any(self.numbers.values()) or self.weights or self.gradients)
+
+
+def difference(before: Sequence[StepFingerprint], now: Sequence[StepFingerprint]) -> Difference:
+    """Compare the fingerprints of all ranks; the numbers of ranks may differ."""
+    same_parts = len(before) == len(now)
+    gradients, gradients_now = _by_name([one.gradients for one in before]), _by_name([one.gradients for one in now])
+    digests, digests_now = _by_name([one.weights for one in before]), _by_name([one.weights for one in now])
+    numbers, numbers_now = before[0].numbers, now[0].numbers
+    return Difference(
+        advantages=_largest_difference(advantages_of_all(before), advantages_of_all(now)),
+        numbers={
+            name: abs(numbers.get(name, math.nan) - numbers_now.get(name, math.nan))
+            for name in sorted({*numbers, *numbers_now})
+        },
+        same_parts=same_parts,
+        weights=[name for name, x in digests.items() if digests_now.get(name) != x] if same_parts else [],
+        gradients={
+            name: _relative_distance(gradients.get(name, []), gradients_now.get(name, []))
+            for name in dict.fromkeys([*gradients, *gradients_now])
+            if same_parts and gradients.get(name) != gradients_now.get(name)
+        },
+    )
+
+
+def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Collect the values of all ranks under each name, in the order of ranks."""
+    names = dict.fromkeys(name for values in of_ranks for name in values)
+    return {name: [values[name] for values in of_ranks if name in values] for name in names}
+
+
+def advantages_of_all(fingerprints: Sequence[StepFingerprint]) -> dict[Place, Tensor]:
+    """Merge the advantages of all ranks; ranks that train on the same sequences have the same."""
+    return {place: advantages for one in fingerprints for place, advantages in one.advantages.items()}
+
+
+def _largest_difference(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float:
+    """Return the largest absolute difference of any token; infinite if the tokens themselves differ."""
+    if {place: x.shape for place, x in one.items()} != {place: x.shape for place, x in other.items()}:
+        return math.inf
+    return max((float((x - other[place]).abs().max()) for place, x in one.items() if x.numel()), default=0.0)
+
+
+def _relative_distance(parts: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float:
+    """Estimate the distance of two gradients, each given by the parts of all ranks, relative to the first's norm."""
+    if len(parts) != len(others):
+        return math.inf
+    squared_norm = sum(part.squared_norm for part in parts)
+    squared_difference = sum(one.squared_distance(other) for one, other in zip(parts, others, strict=True))
+    if squared_norm == 0:
+        return math.inf if squared_difference else 0.0
+    return math.sqrt(squared_difference / squared_norm)
+
+
+# The recorder.
+
 
 # The trainer's log-probabilities of a step's tokens, kept beside its rollouts: what the mismatch compares with.
 #

@@ -17,14 +17,62 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import JudgeReward, RewardConfig
 from spmdrl.data.tokenizer import decode
 from spmdrl.faults.text import lines, one_line
-from spmdrl.rewards.groups import judgments
-from spmdrl.rewards.judge import Judges
+from spmdrl.rewards.judge import Judges, question_about, scores_in
 from spmdrl.rewards.verifiers import RewardItem
 from spmdrl.rewards.worker import PROGRAM, RewardJob, Term
 from spmdrl.types import Prompt, RewardOutcome, Rollout, UserError
 from spmdrl.workers.channel import bounded
 from spmdrl.workers.pool import INVALID_ANSWER, FailureKind, Session, WorkerPool, WorkerProgram, unprotected_in
 from spmdrl.workers.process import sandbox_hint
+
+# Judges that are asked when a step's rollouts are sampled: about whole groups, or of the policy itself.
+#
+#     rewarded rollouts -> those that count -> a question for each, or for each group -> answers -> parts of their
+#     rewards
+#
+# A question that cannot be asked, or whose answer does not parse, fails the rollouts that it is about.
+
+
+Ask = Callable[[Sequence[str]], Sequence[str | ValueError]]  # an answer to each question, or why there is none
+
+
+def judgments(
+    name: str,
+    term: JudgeReward,
+    rewarded: Sequence[tuple[Rollout, RewardOutcome]],
+    read: Callable[[Rollout], RewardItem],
+    ask: Ask,
+) -> dict[int, float | str]:
+    """Return the part that a judge gives to each rollout, or why there is none, by the rollout's place.
+
+    Rollouts whose reward has failed or has this part already, and those whose gate is closed, are in no question.
+    """
+    units: dict[tuple[int, int], list[int]] = {}
+    for place, (rollout, outcome) in enumerate(rewarded):
+        if outcome.failure is None and name not in outcome.parts and term.counts_with(outcome.parts):
+            unit = (rollout.prompt.prompt_id, 0 if term.group is not None else place)
+            units.setdefault(unit, []).append(place)
+    found: dict[int, float | str] = {}
+    asked: list[list[int]] = []
+    questions: list[str] = []
+    for places in units.values():
+        try:
+            questions.append(question_about([read(rewarded[place][0]) for place in places], term))
+            asked.append(places)
+        except ValueError as error:
+            found |= dict.fromkeys(places, f"{name}: {error}")
+    for places, answer in zip(asked, ask(questions), strict=True):
+        try:
+            if isinstance(answer, ValueError):
+                raise answer
+            found |= zip(places, scores_in(answer, term, len(places)), strict=True)
+        except ValueError as error:
+            found |= dict.fromkeys(places, f"{name}: {error}")
+    return found
+
+
+# The rewards of a rank.
+
 
 Pending = tuple[Rollout, "Future[RewardOutcome]"]
 Rewarded = tuple[Rollout, RewardOutcome]

@@ -10,8 +10,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.config.rewards import ModelReward
-from spmdrl.data.scored_text import ScoredText
-from spmdrl.data.tokenizer import decode, load_tokenizer
+from spmdrl.data.tokenizer import ScoredText, decode, load_tokenizer
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import RewardModel
 from spmdrl.model.reward_model import load_scorer, num_labels_of

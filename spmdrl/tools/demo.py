@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from spmdrl.faults.supervise import Requests, shell_code
 from spmdrl.faults.text import Parser, say, tolerates_lost_output
-from spmdrl.tools import demo_pictures
-from spmdrl.tools.demo_data import COLOURS, CONFIGS
-from spmdrl.tools.inline_toml import inline
+from spmdrl.tools.demo_data import COLOURS, CONFIGS, PICTURE_WORDS
+from spmdrl.tools.program import inline
 
 RANKS = 2
 LAUNCHER = "spmdrl.tools.local"
@@ -65,7 +64,7 @@ TASKS: Mapping[str, Task] = {
         ("run.num_steps=100", "loss.updates_per_step=4", "optim.lr=1.5e-3"),
         ("game ", "10", "higher", "lower", "no number"),
     ),
-    "vision": Task(("run.num_steps=60",), demo_pictures.WORDS, "--vision", hidden_size=64),
+    "vision": Task(("run.num_steps=60",), PICTURE_WORDS, "--vision", hidden_size=64),
     "notes": Task(("run.num_steps=30",), ("box ", "open", "shut", "inside?", " note?", " note: ")),
     "pairs": Task(("run.num_steps=20",), ranks=True),
     "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),

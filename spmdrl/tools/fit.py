@@ -26,13 +26,11 @@ from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
 from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.frozen import read_frozen
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
-from spmdrl.preflight.reward_models import read_reward_models
+from spmdrl.preflight.other_models import read_frozen, read_reward_models
 from spmdrl.preflight.shapes import PUBLISHED, published_config
-from spmdrl.tools.inline_toml import inline
-from spmdrl.tools.program import ToolConsole, program
+from spmdrl.tools.program import ToolConsole, inline, program
 from spmdrl.types import UserError
 
 PARTS_SHOWN = 4

@@ -45,9 +45,8 @@ from spmdrl.model.load import load_model_config
 from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_models_here, with_training_file
 from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
-from spmdrl.tools.inline_toml import inline
 from spmdrl.tools.local import MODULES, program_of, run_name
-from spmdrl.tools.program import option, program, writing
+from spmdrl.tools.program import inline, option, program, writing
 from spmdrl.tools.starting import OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
 from spmdrl.types import UserError
 

@@ -1,5 +1,6 @@
 """How every tool reads its options and ends: what the user must change is one sentence and exit code 2, never a
-traceback."""
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
@@ -88,3 +90,17 @@ def writing(output: Path, named_by: str = "--output") -> Iterator[None]:
         raise UserError(
             f"{shown(output)} cannot be written ({error.strerror}); name a file in a folder that is there: {named_by}"
         ) from error
+
+
+# Values of TOML on one line, as a setting on a command line or in a sentence has them.
+
+
+def inline(value: Any) -> str:
+    """Write a value of TOML on one line; tables and lists in it too."""
+    if isinstance(value, dict):
+        return (
+            "{ " + ", ".join(f"{tomlkit.key(key).as_string()} = {inline(inner)}" for key, inner in value.items()) + " }"
+        )
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return tomlkit.item(value).as_string()

@@ -35,8 +35,7 @@ from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.update import update
 from spmdrl.model.policy import Policy
 from spmdrl.preflight.inputs import open_training_prompts
-from spmdrl.replay.fingerprints import GradientHooks, StepFingerprint, advantages_of_all, difference
-from spmdrl.replay.recorder import read_fingerprints
+from spmdrl.replay.recorder import GradientHooks, StepFingerprint, advantages_of_all, difference, read_fingerprints
 from spmdrl.report import RunFolder
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.episode import restore_rollout

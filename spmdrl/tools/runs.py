@@ -173,7 +173,7 @@ def compare(argv: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(argv)
     if given.fit:
-        from spmdrl.report.forecast import forecast_lines
+        from spmdrl.report.comparison import forecast_lines
 
         for path in given.runs:
             say("\n".join(forecast_lines(read_steps(path), path)))

@@ -30,8 +30,7 @@ from spmdrl.data.turns import action_of, parse
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.envs.anthropic_forms import MessagesForm
-from spmdrl.envs.openai_forms import MODEL, CallError, CallForm, ChatForm, Reply, ResponsesForm
+from spmdrl.envs.forms import MODEL, CallError, CallForm, ChatForm, MessagesForm, Reply, ResponsesForm
 from spmdrl.faults.text import Parser, of_error, say
 from spmdrl.model.attention import choose_kernel
 from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers

@@ -29,9 +29,9 @@ from typing import Any
 import pytest
 
 from spmdrl.conversation import Action
-from spmdrl.envs import endpoint, limits
+from spmdrl.envs import endpoint
 from spmdrl.envs.endpoint import HOST, MAX_BODY_BYTES, Endpoint
-from spmdrl.envs.openai_forms import Call, Reply
+from spmdrl.envs.forms import Call, Reply
 from spmdrl.workers.channel import bounded
 
 LINE = re.compile(
@@ -212,7 +212,7 @@ def test_bytes_of_strangers_are_answered_and_counted(tmp_path: Path) -> None:
 
 
 def test_silent_connections_cost_those_with_a_key_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 1)
+    monkeypatch.setattr(endpoint, "HEAD_S", 1)
     with server(tmp_path, max_files=256) as running, contextlib.ExitStack() as closing, Client(running) as client:
         before = running.num_files()
         for number in range(400):

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from spmdrl.tools import demo_data
-from spmdrl.tools.demo_pictures import CELL, COLOURS, KINDS, Question, pictures
+from spmdrl.tools.demo_data import CELL, COLOURS, KINDS, Question, pictures
 
 NUM_QUESTIONS = 2400
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spmdrl.cpu.compiled import compile_all, use_compiled
+from spmdrl.cpu.kernels_c import compile_all, use_compiled
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 from spmdrl.config import Config, read_draft
-from spmdrl.cpu import calibration
-from spmdrl.cpu.compiled import CannotCompile, compiled_in_use
-from spmdrl.cpu.products import LinearKernels, kernels_in_use
+from spmdrl.cpu import linear_layers
+from spmdrl.cpu.kernels_c import CannotCompile, compiled_in_use
+from spmdrl.cpu.linear_layers import LinearKernels, kernels_in_use
 from spmdrl.report import RunFolder
 from spmdrl.run import open_run
 from spmdrl.tools.tiny_model import save_tiny_model
@@ -28,8 +28,8 @@ def kernels_of_a_run(config: str, folder: str) -> dict[str, Any] | str:
     """The kernels inside a run in whose measurements every rank finds something else; nobody measured before."""
     mine = FIRST if os.environ["RANK"] == "0" else SECOND
     with (
-        mock.patch.object(calibration, "measure", lambda shapes: asdict(mine)),
-        mock.patch.object(calibration, "users_cache", lambda: Path(folder, "cache")),
+        mock.patch.object(linear_layers, "measure", lambda shapes: asdict(mine)),
+        mock.patch.object(linear_layers, "users_cache", lambda: Path(folder, "cache")),
     ):
         try:
             with open_run(read_draft(Config, config, []).config, RunFolder(Path(folder))) as run:
@@ -61,7 +61,7 @@ def test_ranks_agree_and_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
 
 def layers_of_a_run(config: str, folder: str, unable: int) -> bool | str:
     """True where layers are computed in C, in a run where one rank cannot compile; or what the run said."""
-    failing = mock.patch.object(calibration, "compile_all", side_effect=CannotCompile("there is no C compiler"))
+    failing = mock.patch.object(linear_layers, "compile_all", side_effect=CannotCompile("there is no C compiler"))
     try:
         with (
             failing if os.environ["RANK"] == str(unable) else nullcontext(),

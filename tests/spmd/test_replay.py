@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from spmdrl import train
-from spmdrl.replay.fingerprints import StepFingerprint, difference
-from spmdrl.replay.recorder import read_fingerprints, read_trainer_logprobs
+from spmdrl.replay.recorder import StepFingerprint, difference, read_fingerprints, read_trainer_logprobs
 from spmdrl.rollout.files import as_collected, folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.tools import replay, runs
 from tests.helpers.models import needs_expert_plans, save_qwen3_moe

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from spmdrl.checkpoint.manifest import STATE
-from spmdrl.checkpoint.restore import refuse_other_adapters
+from spmdrl.checkpoint.resume import refuse_other_adapters
 from spmdrl.config import LoraConfig, OptimConfig, ParallelConfig
 from spmdrl.memory.device import training_memory
 from spmdrl.model.load import model_without_memory

@@ -20,9 +20,8 @@ import pytest
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, Observation, ToolCall
-from spmdrl.envs.agent import AgentClient
-from spmdrl.envs.agent_run import Branches, Place
-from spmdrl.envs.openai_forms import Call, CallError, ChatForm, ResponsesForm
+from spmdrl.envs.agent import AgentClient, Branches, Place
+from spmdrl.envs.forms import Call, CallError, ChatForm, ResponsesForm
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.types import UserError
 from tests.helpers.agents import START, agent_config, agents, script

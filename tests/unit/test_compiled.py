@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.cpu import compiled, kernels_c
-from spmdrl.cpu.compiled import CannotCompile
+from spmdrl.cpu import kernels_c
+from spmdrl.cpu.kernels_c import CannotCompile
 from spmdrl.cpu.short_attention import attend_short
 from spmdrl.model import fused, fused_plain
 from spmdrl.model.attention_layer import SeenKeys
@@ -34,9 +34,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        compiled.library.__wrapped__("fused")
+        kernels_c.library.__wrapped__("fused")
         (made,) = (folder / "spmdrl" / "compiled").iterdir()
-        content, run = made.read_bytes()[: -compiled._DIGEST_BYTES], compiled._run
+        content, run = made.read_bytes()[: -kernels_c._DIGEST_BYTES], kernels_c._run
 
         def copied(command: list[str]) -> str:
             if "-o" not in command:
@@ -44,7 +44,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             Path(command[command.index("-o") + 1]).write_bytes(content)
             return ""
 
-        patch.setattr(compiled, "_run", copied)
+        patch.setattr(kernels_c, "_run", copied)
         yield made
 
 
@@ -180,15 +180,15 @@ def test_the_last_tokens_of_rows_attend_to_all_of_them() -> None:
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.library.__wrapped__("fused")
+    kernels_c.library.__wrapped__("fused")
     (made,) = (tmp_path / "spmdrl" / "compiled").iterdir()
     assert made.parent.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(compiled, "_compile", None)  # is not called again
-    compiled.library.__wrapped__("fused")
+    monkeypatch.setattr(kernels_c, "_compile", None)  # is not called again
+    kernels_c.library.__wrapped__("fused")
     # What others can write is not run.
     made.parent.chmod(0o777)
     with pytest.raises(TypeError):
-        compiled.library.__wrapped__("fused")
+        kernels_c.library.__wrapped__("fused")
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -213,10 +213,10 @@ def test_a_damaged_library_is_compiled_again_and_a_sentence_says_so(
     made.parent.mkdir(parents=True, mode=0o700)
     shutil.copy(fresh, made)
     DAMAGES[damage](made)
-    found = compiled.library.__wrapped__("fused")
+    found = kernels_c.library.__wrapped__("fused")
     assert found.functions.rms_norm and made.read_bytes() == fresh.read_bytes()
     assert re.fullmatch(rf"{made} cannot be used: it.*; it was compiled again", found.note)
-    assert compiled.library.__wrapped__("fused").note == ""
+    assert kernels_c.library.__wrapped__("fused").note == ""
 
 
 def test_where_a_library_cannot_be_replaced_it_is_compiled_at_each_start(
@@ -225,7 +225,7 @@ def test_where_a_library_cannot_be_replaced_it_is_compiled_at_each_start(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "spmdrl" / "compiled" / fresh.name / "file").mkdir(parents=True)
     (tmp_path / "spmdrl" / "compiled").chmod(0o700)
-    found = compiled.library.__wrapped__("fused")
+    found = kernels_c.library.__wrapped__("fused")
     assert found.functions.rms_norm and "they are compiled at each start" in found.note
 
 
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_compile(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found = compiled.library.__wrapped__("fused")
+    found = kernels_c.library.__wrapped__("fused")
     assert found.functions.rms_norm and "they are compiled at each start" in found.note
 
 
@@ -252,11 +252,11 @@ def test_without_a_compiler_there_are_no_functions(
         (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
         (tmp_path / "cc").chmod(0o755)
     with pytest.raises(CannotCompile, match=said):
-        compiled.library.__wrapped__("fused")
+        kernels_c.library.__wrapped__("fused")
 
 
 def test_the_sources_have_no_warnings(tmp_path: Path) -> None:
-    sources = sorted((Path(compiled.__file__).parent / "c").glob("*.c"))
+    sources = sorted((Path(kernels_c.__file__).parent / "c").glob("*.c"))
     assert sources
     for source in sources:
         command = ["gcc", "-O3", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c", str(source), "-o", os.devnull]

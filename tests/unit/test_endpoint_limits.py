@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from spmdrl.conversation import Action
+from spmdrl.envs import endpoint
 from spmdrl.envs import endpoint as endpoint_module
-from spmdrl.envs import limits
-from spmdrl.envs.endpoint import HOST, Endpoint
-from spmdrl.envs.limits import Bytes, Connections, NoRoom
-from spmdrl.envs.openai_forms import Call, Reply
+from spmdrl.envs.endpoint import HOST, Bytes, Connections, Endpoint, NoRoom
+from spmdrl.envs.forms import Call, Reply
 from spmdrl.types import UserError
 from tests.helpers.agents import agents, script
 
@@ -64,7 +63,7 @@ def test_seconds_count_for_strangers_only() -> None:
     with connections.answering(known):
         pass
     assert connections.is_strangers(refused)
-    for _ in range(limits.HEAD_S):
+    for _ in range(endpoint.HEAD_S):
         connections.tick()
     assert silent.is_open
     connections.tick()
@@ -74,7 +73,7 @@ def test_seconds_count_for_strangers_only() -> None:
 def test_a_quarter_of_the_descriptors_is_for_connections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for limit, most in ((256, 64), (1024, 256), (10**6, 1024), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert limits.max_connections() == most
+        assert endpoint.max_connections() == most
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     with pytest.raises(UserError, match=r"source.max_open = 49, but under this `ulimit -n` .* has 48 connections"):
         agents(script(tmp_path, ""), source={"max_open": 49})

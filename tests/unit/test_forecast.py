@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmdrl.report.forecast import Curve, forecast
+from spmdrl.report.comparison import Curve, forecast
 from spmdrl.tools.runs import compare
 from spmdrl.types import UserError
 

@@ -37,14 +37,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from spmdrl.checkpoint.manifest import MANIFEST, NECESSARY, BrokenManifest, Manifest, write_json
-from spmdrl.checkpoint.restore import collector_state, refuse_other_state
+from spmdrl.checkpoint.resume import collector_state, refuse_other_state
 from spmdrl.config import Config, DataConfig, FileData, read_draft
 from spmdrl.config.errors import all_keys
 from spmdrl.config.plan import plan_problems
 from spmdrl.config.strict import parse_json
-from spmdrl.cpu import calibration
-from spmdrl.cpu.calibration import choose_kernels
-from spmdrl.cpu.products import LinearKernels
+from spmdrl.cpu import linear_layers
+from spmdrl.cpu.linear_layers import LinearKernels, choose_kernels
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.images import ImageFile, decode, size_of
 from spmdrl.data.stream import make_training_stream
@@ -464,7 +463,7 @@ def shown_files(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -
 
 def remembered_kernels(path: list[int], put: Any, cuts: list[tuple[int, int, bytes]]) -> None:
     kernels = asdict(LinearKernels("mkl", "onednn", "mkl"))
-    with a_folder() as folder, mock.patch.object(calibration, "measure", lambda shapes: kernels):
+    with a_folder() as folder, mock.patch.object(linear_layers, "measure", lambda shapes: kernels):
         choose_kernels([(1, 1)], folder)
         (file,) = folder.iterdir()
         content = json.loads(file.read_bytes())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools.inline_toml import inline
+from spmdrl.tools.program import inline
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config
 
-from spmdrl.cpu import calibration
-from spmdrl.cpu.products import LinearKernels, kernels_in_use, linear, outer, row_step, use_kernels
+from spmdrl.cpu import linear_layers
+from spmdrl.cpu.linear_layers import LinearKernels, kernels_in_use, linear, outer, row_step, use_kernels
 from tests.helpers.rounding import assert_within, sum_bound
 
 Product = Callable[..., Tensor]
@@ -65,29 +65,29 @@ def test_rows_are_padded_to_few_sizes_by_little() -> None:
 
 def test_measuring_takes_a_fifth_of_a_second_at_most_and_names_a_kernel_of_each_kind() -> None:
     config = Qwen3Config(hidden_size=4096, intermediate_size=12288)
-    shapes = calibration.shapes_of(config)
+    shapes = linear_layers.shapes_of(config)
     assert shapes == [(512, 512)]  # the widest that are tried
-    assert calibration.kernels_of(calibration.measure(shapes)) in ALL
+    assert linear_layers.kernels_of(linear_layers.measure(shapes)) in ALL
 
 
 def test_a_choice_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [asdict(LinearKernels("onednn", "mkl", "onednn")), asdict(LinearKernels())]
-    monkeypatch.setattr(calibration, "measure", lambda shapes: measured.pop(0))
-    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
-    assert calibration.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
-    assert calibration.choose_kernels(SHAPES[:1], tmp_path) == LinearKernels()  # other shapes are another choice
-    assert len(json.loads((tmp_path / calibration.CACHE).read_text())) == 2
+    monkeypatch.setattr(linear_layers, "measure", lambda shapes: measured.pop(0))
+    assert linear_layers.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
+    assert linear_layers.choose_kernels(SHAPES, tmp_path) == LinearKernels("onednn", "mkl", "onednn")
+    assert linear_layers.choose_kernels(SHAPES[:1], tmp_path) == LinearKernels()  # other shapes are another choice
+    assert len(json.loads((tmp_path / linear_layers.CACHE).read_text())) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a": {"few_rows": "fast"}}', b'{"a"', b"\xff" * 99, None])
 def test_what_cannot_be_read_is_measured_again_and_a_line_says_so(
     tmp_path: Path, content: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibration, "measure", lambda shapes: asdict(LinearKernels()))
-    fresh, damaged = (tmp_path / name / calibration.CACHE for name in ("fresh", "damaged"))
+    monkeypatch.setattr(linear_layers, "measure", lambda shapes: asdict(LinearKernels()))
+    fresh, damaged = (tmp_path / name / linear_layers.CACHE for name in ("fresh", "damaged"))
     damaged.parent.mkdir()
     damaged.symlink_to("nowhere") if content is None else damaged.write_bytes(content)
-    chosen = [calibration.choose_kernels(SHAPES, file.parent) for file in (fresh, damaged)]
+    chosen = [linear_layers.choose_kernels(SHAPES, file.parent) for file in (fresh, damaged)]
     assert chosen == [LinearKernels()] * 2 and damaged.read_bytes() == fresh.read_bytes()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(damaged) in said and "is measured again" in said
@@ -95,5 +95,5 @@ def test_what_cannot_be_read_is_measured_again_and_a_line_says_so(
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(calibration, "measure", lambda shapes: asdict(LinearKernels()))
-    assert calibration.choose_kernels(SHAPES, tmp_path / "file") == LinearKernels()
+    monkeypatch.setattr(linear_layers, "measure", lambda shapes: asdict(LinearKernels()))
+    assert linear_layers.choose_kernels(SHAPES, tmp_path / "file") == LinearKernels()

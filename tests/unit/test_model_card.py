@@ -12,8 +12,7 @@ import pytest
 import tomlkit
 
 from spmdrl.preflight.hub import require_writable, send
-from spmdrl.report.model_card import model_card
-from spmdrl.tools.export import main
+from spmdrl.tools.export import main, model_card
 from spmdrl.types import UserError
 from tests.helpers.recorded import SEEDS
 

@@ -16,11 +16,10 @@ from transformers import Cohere2Config
 
 from spmdrl.algo.preferences import preference_loss
 from spmdrl.config import ModelConfig, PairsConfig, PreferenceFile
-from spmdrl.data.preferences import compared
-from spmdrl.data.scored_text import ScoredText
+from spmdrl.data.messages import compared
 from spmdrl.data.sources import Exchange, FileSource, Row
 from spmdrl.data.stream import TrainingPair
-from spmdrl.data.tokenizer import encode_prompt
+from spmdrl.data.tokenizer import ScoredText, encode_prompt
 from spmdrl.data.vision import NO_IMAGES
 from spmdrl.learn.pairs import PreferenceObjective, pair_objective
 from spmdrl.model.policy import TokenLogprobs

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.replay.fingerprints import Fingerprint, StepFingerprint, difference
+from spmdrl.replay.recorder import Fingerprint, StepFingerprint, difference
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
 from spmdrl.types import Prompt, Response, RewardOutcome, Routes, Span, UserError

@@ -19,8 +19,7 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.envs.anthropic_forms import MessagesForm
-from spmdrl.envs.openai_forms import CallError
+from spmdrl.envs.forms import CallError, MessagesForm
 from spmdrl.tools.serve import Handler, main, open_served
 from spmdrl.tools.tiny_model import save_tiny_model
 
