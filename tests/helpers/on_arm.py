@@ -18,11 +18,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spmdrl.cpu import compiled
+from spmdrl.cpu import kernels_c
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 MISSING = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
-_FLAGS = [flag for flag in compiled._FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
+_FLAGS = [flag for flag in kernels_c._FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
 _ALIGNMENT = 64
 
 
@@ -43,7 +43,7 @@ class Recorder:
         self.calls: list[Call] = []
         self._ends: dict[str, int] = defaultdict(int)  # of the memory of all calls of a file
 
-    def record(self, function: compiled.Function, call: Any, arguments: Sequence[Any]) -> None:
+    def record(self, function: kernels_c.Function, call: Any, arguments: Sequence[Any]) -> None:
         """Make the call, and write down what it was."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         memory = {x.untyped_storage().data_ptr(): _whole(x) for x in tensors}
@@ -66,8 +66,8 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """Record the calls of compiled functions while it is open."""
-    recorder, call = Recorder(), compiled.Function.__call__
-    with mock.patch.object(compiled.Function, "__call__", lambda self, *x: recorder.record(self, call, x)):
+    recorder, call = Recorder(), kernels_c.Function.__call__
+    with mock.patch.object(kernels_c.Function, "__call__", lambda self, *x: recorder.record(self, call, x)):
         yield recorder
 
 
@@ -81,7 +81,7 @@ def run_on_arm(calls: Sequence[Call], processor: str, folder: Path) -> list[list
     lines = "\n        ".join(call.text for call in calls)
     source.write_text(
         "#include <stdio.h>\n#include <stdlib.h>\n"
-        + f'#include "{compiled._SOURCES / library}.c"\n'
+        + f'#include "{kernels_c._SOURCES / library}.c"\n'
         + f"""
 int main(int count, char **names) {{
     FILE *file = fopen(names[count - 1], "rb+");
