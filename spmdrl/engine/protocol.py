@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config.engines import EngineFacts
-from spmdrl.refit.bucket import Bucket
-from spmdrl.refit.sink import AdapterVersion, Naming, WeightSink
+from spmdrl.refit.bucket import AdapterVersion, Bucket, Naming, WeightSink
 from spmdrl.types import Request, Response
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from spmdrl.dist.collectives import Link
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.bucket import AdapterVersion, Bucket, Naming
 from spmdrl.refit.digest import digest
-from spmdrl.refit.sink import AdapterVersion, Naming
 from spmdrl.types import Request, Response
 
 # Channels between ranks that train and ranks that hold engines, disaggregated, and the orders of a refit.

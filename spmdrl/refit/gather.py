@@ -23,8 +23,7 @@ from spmdrl.model.load import persistent_buffers
 from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
-from spmdrl.refit.bucket import Bucket, Weight, divide_frozen, plan_buckets, splits_of
-from spmdrl.refit.sink import Naming
+from spmdrl.refit.bucket import Bucket, Naming, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.types import UserError
 
 

@@ -15,9 +15,8 @@ from spmdrl.dist.session import device_bytes
 from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.policy import Policy
-from spmdrl.refit.bucket import Bucket, bucket_of
+from spmdrl.refit.bucket import AdapterVersion, Bucket, WeightSink, bucket_of
 from spmdrl.refit.gather import Gatherer, copy_all
-from spmdrl.refit.sink import AdapterVersion, WeightSink
 
 
 class RefitMismatch(RuntimeError):

@@ -14,8 +14,7 @@ from spmdrl.model.lora.adapters import matrix_names
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.targets import targets_of
 from spmdrl.model.policy import Policy
-from spmdrl.refit.bucket import bucket_of
-from spmdrl.refit.sink import AdapterVersion
+from spmdrl.refit.bucket import AdapterVersion, bucket_of
 from spmdrl.types import Sequence as Tokens
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

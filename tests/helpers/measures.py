@@ -143,7 +143,7 @@ def main() -> None:
     short = sum(lines <= 3 for lines in bodies) / len(bodies)
     print(f"{len(bodies):,} functions; median body {statistics.median(bodies):.0f} lines; {short:.0%} of 1 to 3 lines")
     graph = import_graph(files, deferred=False)
-    for name in ("types", "engine.protocol", "refit.sink", "model.policy", "learn.objective", "envs.worker"):
+    for name in ("types", "engine.protocol", "refit.bucket", "model.policy", "learn.objective", "envs.worker"):
         print(f"closure of {name}: {len(closure(graph, f'spmdrl.{name}'))} files")
     print(f"circles, deferred imports included: {circles(import_graph(files, deferred=True))}")
     several = {name: places for name, places in owners(files).items() if len(places) > 1}

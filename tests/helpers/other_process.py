@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from spmdrl.engine.sglang.loader import described, load_bucket
 from spmdrl.engine.sglang.process import Handle
-from spmdrl.refit.bucket import Bucket, bucket_of
+from spmdrl.refit.bucket import Bucket, Naming, bucket_of
 from spmdrl.refit.digest import digest
-from spmdrl.refit.sink import Naming
 
 LIMIT_S = 120.0
 

@@ -19,9 +19,9 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import load_policy, persistent_buffers
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after
+from spmdrl.refit.bucket import Naming
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
-from spmdrl.refit.sink import Naming
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import Request, Sequence
 from tests.helpers.configs import model_config

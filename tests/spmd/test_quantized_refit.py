@@ -15,10 +15,10 @@ from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model import fp8
 from spmdrl.model.load import load_policy
+from spmdrl.refit.bucket import Naming
 from spmdrl.refit.digest import digest
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.refit.sink import Naming
 from tests.helpers.configs import model_config
 from tests.helpers.models import needs_expert_plans, save_qwen3, save_qwen3_moe
 from tests.helpers.ranks import run_ranks

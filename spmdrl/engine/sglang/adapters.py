@@ -25,9 +25,8 @@ from spmdrl.model.load import load_model_config, model_without_memory
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.policy import plan_adapters
 from spmdrl.model.lora.targets import ALL_LINEAR, targets_of
-from spmdrl.refit.bucket import Bucket, bucket_of
+from spmdrl.refit.bucket import AdapterVersion, Bucket, bucket_of
 from spmdrl.refit.digest import digest, digests
-from spmdrl.refit.sink import AdapterVersion
 from spmdrl.types import UserError
 
 # How SGLang is started for adapters, and which adapters it cannot apply.

@@ -44,9 +44,8 @@ from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_p
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.transport import Transport, choose_transport
 from spmdrl.families import vision_family
-from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.bucket import AdapterVersion, Bucket, Naming
 from spmdrl.refit.digest import digests
-from spmdrl.refit.sink import AdapterVersion, Naming
 from spmdrl.run import Launch
 from spmdrl.types import FinishReason, Request, Response, Span, UserError
 

@@ -15,7 +15,7 @@ from spmdrl.model.lora.adapters import PREFIX, matrix_names
 from spmdrl.model.lora.layers import ExpertsTarget
 from spmdrl.model.lora.targets import targets_of
 from spmdrl.model.tensor_parallel import parameters_as
-from spmdrl.refit.sink import AdapterVersion
+from spmdrl.refit.bucket import AdapterVersion
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
 

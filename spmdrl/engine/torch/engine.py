@@ -38,10 +38,9 @@ from spmdrl.model.load import persistent_buffers
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import attention_of, model_class
-from spmdrl.refit.bucket import Bucket
+from spmdrl.refit.bucket import AdapterVersion, Bucket
 from spmdrl.refit.digest import digest, digests
 from spmdrl.refit.gather import copy_all
-from spmdrl.refit.sink import AdapterVersion
 from spmdrl.run import Launch
 from spmdrl.types import Request, Response, UserError
 
