@@ -131,7 +131,7 @@ def learner_of(shape: dict[str, int], meshes: Meshes, folder: Path) -> Learner:
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     policy = load_policy(ModelConfig(path=str(folder / "model")), meshes.model, temperature=1.0)
-    learner = Learner.start(policy, OptimConfig(lr=1e-4), SftObjective(), num_updates=1, dtype=torch.float32)
+    learner = Learner(policy, OptimConfig(lr=1e-4), SftObjective(), num_updates=1, dtype=torch.float32)
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     learner.optimizer.step()

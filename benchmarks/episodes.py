@@ -51,7 +51,8 @@ from spmdrl.data.turns import TurnEncoder, action_of, parse
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.torch.scheduler import RequestState
 from spmdrl.envs.client import EnvironmentClient
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler

@@ -111,7 +111,7 @@ def measure(size: str, depths: list[int], tokens: int) -> Iterator[dict[str, Any
             batch = dataclasses.replace(micro_batch(lengths, config.vocab_size), advantages=torch.zeros(tokens))
             with counter.fake, counter:
                 policy = Trainer(config, "none", meshes).policy
-                learner = Learner.start(
+                learner = Learner(
                     policy,
                     OptimConfig(lr=1e-6),
                     in_phase(LOSS, PolicyObjective(LossConfig())),

@@ -86,7 +86,7 @@ def measure(path: Path, lora: LoraConfig | None) -> dict[str, dict[str, int]]:
     with spmd_session(threads_per_rank=0, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_trained(cfg, lora, meshes, temperature=1.0, seed=0)
-        learner = Learner.start(policy, OPTIM, SftObjective(), num_updates=1, dtype=DTYPE)
+        learner = Learner(policy, OPTIM, SftObjective(), num_updates=1, dtype=DTYPE)
         gradients: list[int] = []
         learner.optimizer.register_step_post_hook(
             lambda *_: gradients.append(_bytes(p.grad for p in policy.parameters() if p.grad is not None))

@@ -131,7 +131,7 @@ def count(layout: str, num_ranks: int, hidden_size: int) -> dict[str, Any]:
         model.save_pretrained(folder)
         meshes = build_meshes(world, parallel)
         policy = load_policy(ModelConfig(path=folder), meshes.model, temperature=1.0)
-        learner = Learner.start(
+        learner = Learner(
             policy, OptimConfig(lr=1e-3), PolicyObjective(LossConfig()), num_updates=1, dtype=torch.float32
         )
         mine = random_batch(vocabulary=64, num_sequences=ROLLOUTS_PER_RANK, max_tokens=MAX_TOKENS)

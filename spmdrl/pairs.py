@@ -38,7 +38,7 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
     with run.report.span("load"):
         model = run.load_trained()  # a policy, or a reward model
         reference = reference_columns(run.load_frozen(model).get(REFERENCE))
-    learner = Learner.start(model, cfg.optim, pair_objective(cfg.pairs), num_updates=plan.num_updates, dtype=run.dtype)
+    learner = Learner(model, cfg.optim, pair_objective(cfg.pairs), num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
     checkpoint.restore(run.resume_point.folder, learners, meshes.training, step=run.resume_point.step)

@@ -32,7 +32,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
         policy = run.load_policy()
         frozen = FrozenModels.of(run, policy)
     objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
-    learner = Learner.start(
+    learner = Learner(
         policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype, followers=frozen.followers
     )
     learners = {POLICY: learner}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -121,51 +121,31 @@ class LossScale:
             self.scale *= 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Learner:
-    """One model in training: its optimizer and loss scale, what it minimises, and the limits it keeps."""
+    """One model in training: its optimizer and loss scale, what it minimises, and the limits it keeps.
+
+    A new one has learned nothing yet.
+    """
 
     model: PackedModel
-    optimizer: torch.optim.Optimizer
-    loss_scale: LossScale
     optim: OptimConfig
     objective: ObjectiveFunction
+    _: KW_ONLY
     num_updates: int  # optimizer steps of the whole run
+    dtype: torch.dtype  # of forward and backward
     limits: UpdateGuards | None = None
     area: str = "update"  # the first part of its metrics' names
     frozen_steps: int = 0  # at the start, in which it learns nothing
     coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
     followers: Mapping[str, Follower] = field(default_factory=dict)  # copies of the model that follow it, by name
+    optimizer: torch.optim.Optimizer = field(init=False)
+    loss_scale: LossScale = field(init=False)
 
-    @classmethod
-    def start(
-        cls,
-        model: PackedModel,
-        optim: OptimConfig,
-        objective: ObjectiveFunction,
-        *,
-        num_updates: int,
-        dtype: torch.dtype,
-        limits: UpdateGuards | None = None,
-        area: str = "update",
-        frozen_steps: int = 0,
-        coefficients: dict[str, float] | None = None,
-        followers: Mapping[str, Follower] = NO_FOLLOWERS,
-    ) -> Learner:
-        """Make a learner that has learned nothing yet; `dtype` is that of forward and backward."""
-        return cls(
-            model=model,
-            optimizer=make_optimizer(model, optim, patterns_of(model.model, optim.rates)),
-            loss_scale=LossScale.for_dtype(dtype),
-            optim=optim,
-            objective=objective,
-            num_updates=num_updates,
-            limits=limits,
-            area=area,
-            frozen_steps=frozen_steps,
-            coefficients={} if coefficients is None else coefficients,
-            followers=followers,
-        )
+    def __post_init__(self) -> None:
+        patterns = patterns_of(self.model.model, self.optim.rates)
+        self.optimizer = make_optimizer(self.model, self.optim, patterns)
+        self.loss_scale = LossScale.for_dtype(self.dtype)
 
 
 # The learners of a run: the policy, and a critic where advantages need one.
@@ -195,7 +175,7 @@ def start_learners(
     `followers` are the copies of the policy that follow it, by name."""
     optimizers, coefficients = optimizers_of(cfg), starting_coefficients(cfg)
     learners = {
-        POLICY: Learner.start(
+        POLICY: Learner(
             policy,
             optimizers[POLICY],
             policy_objective(cfg, coefficients, longest_tokens=plan.max_sequence_tokens),
@@ -208,7 +188,7 @@ def start_learners(
         )
     }
     if CRITIC in optimizers:
-        learners[CRITIC] = Learner.start(
+        learners[CRITIC] = Learner(
             load_critic(cfg.critic_model, meshes.model),
             optimizers[CRITIC],
             ValueObjective(cfg.critic.clip_value),

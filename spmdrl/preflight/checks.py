@@ -17,8 +17,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.client import Environments, open_environments
 from spmdrl.families import vision_family
-from spmdrl.rollout.env_context import parser_problems
-from spmdrl.rollout.episode import spans_of, start_of
+from spmdrl.rollout.env_context import parser_problems, spans_of, start_of
 from spmdrl.run import Inputs
 from spmdrl.types import UserError
 

@@ -15,22 +15,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spmdrl.algo.seeds import environment_seed, turn_seed
-from spmdrl.config import EnvironmentConfig
+from spmdrl.algo.seeds import turn_seed
 from spmdrl.config.environment import ContextConfig, SummaryContext
-from spmdrl.conversation import Action, EpisodeStart, Message, Observation, joined
+from spmdrl.conversation import Action, Message, Observation, joined
 from spmdrl.data.image_store import StoreFull
-from spmdrl.data.images import ImageFile
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
-from spmdrl.envs.client import Environments, OpenEpisode
+from spmdrl.data.vision import expanded
+from spmdrl.envs.client import OpenEpisode
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.faults.text import one_line
 from spmdrl.rollout.context import asked, conversation, is_due, num_to_leave_out, without_thinking
+from spmdrl.rollout.env_context import EnvContext, restore_shown, spans_of
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import (
     EpisodeEnd,
@@ -45,73 +44,9 @@ from spmdrl.types import (
     UserError,
 )
 
-# The images that environments have shown to the policy: made into pixels once, and again where these are gone.
-
-
-def spans_of(observation: Observation, images: ImageIntake) -> tuple[ImageSpan, ...]:
-    """Store the pixels of an observation's images; the first placeholder of each is token 0.
-
-    Raises UserError when one cannot be read.
-    """
-    return tuple(images.span(ImageFile(file)) for file in observation.images)
-
-
-def restore(shown: Sequence[ImageSpan], observations: Iterable[Observation], images: ImageIntake) -> None:
-    """Put the images that a policy was `shown` by its environment into the node's store again, unless they are there.
-
-    `observations` are those of its episode; what follows the images that were shown has not been read. Raises UserError
-    when they are others now.
-    """
-    files = (file for observation in observations for file in observation.images)
-    for image, file in zip(shown, files, strict=False):
-        if not images.has([image]) and images.span(ImageFile(file)).digest != image.digest:
-            raise UserError(
-                f"an image of an environment, of {len(file)} bytes, is not what it was before: the model's processor, "
-                "data.min_pixels or data.max_pixels have changed since; set them back"
-            )
-
-
-def restore_rollout(rollout: Rollout, images: ImageIntake) -> None:
-    """Do that for the images of a finished episode, all of which its last trajectory has, after those of the prompt."""
-    restore(rollout.trajectories[-1].images[len(rollout.prompt.images) :], rollout.observations, images)
-
-
 Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
 EMPTY_RESPONSE = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
-
-
-def start_of(prompt: Prompt, run_seed: int) -> EpisodeStart:
-    """Return the input of the reset of a prompt's environment: the same for all its rollouts."""
-    return EpisodeStart(
-        prompt=prompt.question,
-        answer=prompt.answer,
-        task=prompt.task,
-        metadata=prompt.metadata,
-        seed=environment_seed(run_seed, prompt.prompt_id),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvContext:
-    """The parts that the episodes of a run share: environments, and the translation between these and the policy."""
-
-    cfg: EnvironmentConfig
-    client: Environments
-    encoder: TurnEncoder
-    action_of: Callable[[tuple[int, ...]], Action]  # reads a response
-    run_seed: int
-    images: ImageIntake = NO_IMAGES  # what becomes of images that environments show
-    needs_roles: bool = False  # observations must name the role in which the policy acts
-
-    def open(self, episode: Episode) -> OpenEpisode:
-        """Open the episode's environment; it replays what the episode has seen of it first."""
-        history = [
-            (turn.action, turn.observation)
-            for turn in episode.turns
-            if turn.action is not None and turn.observation is not None
-        ]
-        return self.client.open(start_of(episode.prompt, self.run_seed), history, episode.greeting)
 
 
 class EpisodeState(enum.Enum):
@@ -195,7 +130,7 @@ class Episode:
             self.state = EpisodeState.SAMPLING
             return
         if self._environment is None:
-            self._environment = self.env_context.open(self)
+            self._environment = self.env_context.open(self.prompt, self.turns, self.greeting)
         if self.state is EpisodeState.NEW:
             self.env_future = self._environment.reset()
             self.state = EpisodeState.RESETTING
@@ -220,7 +155,7 @@ class Episode:
         """Put the images that the environment has shown into the node's store again, unless they are there."""
         if self.env_context is not None:
             shown = (self._images + self.context_images)[len(self.prompt.images) :]
-            restore(shown, self._observations, self.env_context.images)
+            restore_shown(shown, self._observations, self.env_context.images)
 
     def request(self) -> Request:
         """Request the response that comes next, or the rest of it."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from spmdrl.algo.seeds import rollout_seed
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.codec import Codec
-from spmdrl.rollout.episode import EnvContext, Episode, SavedEpisode
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode, SavedEpisode
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import ImageSpan, Prompt, Response, RewardOutcome
 

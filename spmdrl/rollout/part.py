@@ -22,7 +22,8 @@ from spmdrl.engine.restart import Restarts
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.clock import TOKENS_PER_TICK, TokenClock
 from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import POLL_S, EpisodeScheduler, RestoreImages

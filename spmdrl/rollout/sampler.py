@@ -21,8 +21,7 @@ from spmdrl.rewards.judge import Cache
 from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
-from spmdrl.rollout.env_context import open_env_context
-from spmdrl.rollout.episode import EnvContext
+from spmdrl.rollout.env_context import EnvContext, open_env_context
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.policy_judge import PolicyJudge
 from spmdrl.rollout.sample import eval_sampling, training_sampling

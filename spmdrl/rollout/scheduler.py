@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.types import Prompt, Request, Rollout

@@ -23,7 +23,7 @@ from spmdrl.dist.exchange import send_tensors
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
-from spmdrl.rollout.episode import restore_rollout
+from spmdrl.rollout.env_context import restore_rollout
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.batch import Batch
 from spmdrl.types import ImageSpan, MicroBatch, Prompt, Rollout, UserError

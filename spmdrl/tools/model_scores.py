@@ -130,7 +130,7 @@ def scores(path: str, layout: Layout, batch: Sequence[Tokens], world: World) -> 
             logprobs |= dict(zip(micro_batch.sequence_index, parts, strict=True))
     reshard(policy)
     optim = OptimConfig(name=f"{GradientAsWeight.__module__}:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
-    learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
+    learner = Learner(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
     update(learner, built.mini_batches, meshes, step=1)
     return Scores(logprobs, whole_weights(policy, meshes))
 

@@ -277,7 +277,7 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
         mine = batch[world.rank :: world.num_ranks]  # as if this rank had sampled them
         batch_of_case = build_batch(mine, plan, meshes, aggregation=learning.aggregation)
         objective = Sized(learning.objective)
-        learner = Learner.start(policy, optim, objective, num_updates=num_updates, dtype=torch.float32)
+        learner = Learner(policy, optim, objective, num_updates=num_updates, dtype=torch.float32)
         mini_batches = learning.prepare(batch_of_case, policy, reference, meshes).mini_batches
         metrics = update(learner, mini_batches, meshes, step=1)
         # Ranks of a share have the same tokens.

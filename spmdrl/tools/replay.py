@@ -38,7 +38,7 @@ from spmdrl.preflight.inputs import open_training_prompts
 from spmdrl.replay.recorder import GradientHooks, StepFingerprint, advantages_of_all, difference, read_fingerprints
 from spmdrl.report import RunFolder
 from spmdrl.report.files import read_rows
-from spmdrl.rollout.episode import restore_rollout
+from spmdrl.rollout.env_context import restore_rollout
 from spmdrl.rollout.files import Recording, as_collected, read_parts, recorded_steps
 from spmdrl.run import Run, open_run
 from spmdrl.step.advantages import add_advantages

@@ -97,7 +97,7 @@ def trained(path: str, rollout: dict[str, Any]) -> dict[str, Any]:
                 return found
             engine = run.enter(closing(start_engine(run)))
             policy = load_policy(cfg.model, meshes.model, temperature=1.0)
-            learner = Learner.start(
+            learner = Learner(
                 policy, cfg.optim, PolicyObjective(cfg.loss), num_updates=plan.num_updates, dtype=torch.float32
             )
             refit = Refit(policy, engine, meshes, cfg.refit, dtype=torch.float32)

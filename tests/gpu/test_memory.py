@@ -54,9 +54,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(path: str, meshes: Meshes) -> Learner:
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-    return Learner.start(
-        policy, OptimConfig(lr=1e-3), PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16
-    )
+    return Learner(policy, OptimConfig(lr=1e-3), PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16)
 
 
 def train(learner: Learner, meshes: Meshes, *, step: int) -> None:

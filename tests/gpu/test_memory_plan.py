@@ -78,7 +78,7 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
 def start(path: str, meshes: Meshes, *, state_on_host: bool = False, level: str = "none") -> Learner:
     policy = load_policy(model_config(path, gradient_checkpointing=level), meshes.model, temperature=1.0)
     optim = OptimConfig(lr=1e-3, weight_decay=0.1, state_on_host=state_on_host)
-    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16)
+    return Learner(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.bfloat16)
 
 
 def train(learner: Learner, meshes: Meshes, *, step: int, count: int = 8, max_tokens: int = 40) -> int:

@@ -86,7 +86,7 @@ def trained(path: str, dtype: str, **model: object) -> tuple[dict[str, torch.Ten
         reference = load_policy(settings, meshes.model, temperature=0.8, role="reference") if losses.kl_coef else None
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")
         optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-        learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=getattr(torch, dtype))
+        learner = Learner(policy, optim, PolicyObjective(losses), num_updates=1, dtype=getattr(torch, dtype))
         mini_batches = completed(batch, meshes, policy, reference).mini_batches
         metrics = update(learner, mini_batches, meshes, step=1)
         weights = {name: local(parameter).detach().cpu() for name, parameter in policy.model.named_parameters()}
@@ -123,7 +123,7 @@ def test_a_critic_learns_in_float32_beside_layers_in_bfloat16(qwen3: str, change
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         critic = load_critic(model_config(qwen3, compute_dtype="bfloat16", **changes), meshes.model)
-        learner = Learner.start(
+        learner = Learner(
             critic, OptimConfig(lr=1e-3), ValueObjective(math.inf), num_updates=8, dtype=torch.bfloat16, area="critic"
         )
         batch = build_batch(random_sequences(16), plan_for(16, 1), meshes, aggregation="token_mean")

@@ -11,7 +11,7 @@ from typing import Any, cast
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Message, Observation
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.episode import EnvContext
+from spmdrl.rollout.env_context import EnvContext
 
 Step = Callable[[EpisodeStart, int, Action], Answer]  # (start, number of the step from 0, action) -> answer
 

@@ -30,7 +30,7 @@ NO_FROZEN_MODELS = FrozenModels(NOBODY, {}, None)
 def start_learner(path: str, meshes: Meshes) -> Learner:
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
-    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
+    return Learner(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
 
 
 def update_once(learner: Learner, meshes: Meshes, *, step: int) -> Metrics:

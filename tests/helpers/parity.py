@@ -56,7 +56,7 @@ def _trained_with(
     the_plan = plan_for(count, world.num_ranks, **(plan or {}))
     mine = dealt(random_sequences(count), world.rank, world.num_ranks, deal)
     batch = build_batch(mine, the_plan, meshes, aggregation=losses.aggregation)
-    learner = Learner.start(policy, the_optim, PolicyObjective(losses), num_updates=the_plan.num_updates, dtype=dtype)
+    learner = Learner(policy, the_optim, PolicyObjective(losses), num_updates=the_plan.num_updates, dtype=dtype)
     mini_batches = completed(batch, meshes, policy, reference).mini_batches
     metrics = update(learner, mini_batches, meshes, step=1)
     weights = {name: parameter.full_tensor().detach() for name, parameter in policy.model.named_parameters()}

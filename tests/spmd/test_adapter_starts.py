@@ -51,7 +51,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         start = {name: adapters._view(adapters.start, name).clone() for name in adapters.trained}
         found: dict[str, Any] = {"reference": logprobs(second), "fresh": logprobs(policy), "start": start}
         optim = OptimConfig(name="spmdrl.tools.parity_cases:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
-        learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
+        learner = Learner(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
         update(learner, batch.mini_batches, meshes, step=1)
         found |= {"gradients": {name: x.clone() for name, x in adapters.trained.items()}}
         policy.adapters.load({name: -0.1 * x for name, x in adapters.trained.items()})

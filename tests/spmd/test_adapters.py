@@ -106,7 +106,7 @@ def _one_update(path: str, lora: LoraConfig, exports: Path) -> dict[str, Any]:
         found |= {"start": {name: x.clone() for name, x in policy.adapters.trained.items()}}
         found |= {"changed": logprobs(policy), "off": logprobs(base), "config": policy.adapters.config}
         optim = OptimConfig(name="spmdrl.tools.parity_cases:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
-        learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
+        learner = Learner(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
         assert isinstance(learner.optimizer, GradientAsWeight)
         export_adapter(policy, exports / "adapter", meshes)
         export_hf(policy, NoTokenizer(), exports / "hf", meshes, dtype=torch.float32)

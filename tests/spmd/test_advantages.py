@@ -441,7 +441,7 @@ def _stopped(path: str, folder: str) -> Any:
         for stop, kept in ((1e-9, 2), (None, 1), (1e9, 2)):
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             start = {"entropy_coef": 0.25}
-            learner = Learner.start(
+            learner = Learner(
                 policy,
                 OptimConfig(name="sgd", lr=1.0),
                 objective,

@@ -55,7 +55,7 @@ def _steps(
             policy = load_policy(model_config(path), meshes.model, temperature=1.0)
             optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
             cfg = groups_config(correction=case)
-            learner = Learner.start(
+            learner = Learner(
                 policy,
                 optim,
                 PolicyObjective(LossConfig(), correction=cfg.correction),
@@ -102,7 +102,7 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
         plan = plan_for(SEQUENCES, world.num_ranks)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         before = [p.full_tensor().detach().clone() for p in policy.parameters()]
-        learner = Learner.start(
+        learner = Learner(
             policy,
             OptimConfig(lr=0.1),
             PolicyObjective(LossConfig(), correction=cfg.correction),

@@ -117,7 +117,7 @@ def _updated(path: str, sequences: list[Sequence], meshes: Meshes, plan: Any, co
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     cfg = config({"loss": {"aggregation": "sequence_mean_token_mean"}})
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-    learner = Learner.start(policy, optim, PolicyObjective(cfg.loss), num_updates=2, dtype=torch.float32)
+    learner = Learner(policy, optim, PolicyObjective(cfg.loss), num_updates=2, dtype=torch.float32)
     batch = build_batch(sequences, plan, meshes, aggregation=cfg.loss.aggregation, environment_coef=coef)
     batch = add_advantages(batch, cfg, {}, meshes)
     metrics = scalars(merge_over(meshes.training, update(learner, batch.mini_batches, meshes, step=1)))

@@ -107,7 +107,7 @@ def _distilled(
     objective = PolicyObjective(loss_config(), distill=distill)
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     followers = {name: Follower.of(one, frozen[name].model) for name, one in models.items() if one.follows}
-    learner = Learner.start(policy, optim, objective, num_updates=1, dtype=torch.float32, followers=followers)
+    learner = Learner(policy, optim, objective, num_updates=1, dtype=torch.float32, followers=followers)
     mini_batches = taught.teach(batch, meshes).mini_batches
     with taught.teaching():
         metrics = update(learner, mini_batches, meshes, step=1)

@@ -31,7 +31,7 @@ def start(path: str, meshes: Meshes) -> Learner:
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
     policy.routers = Routers(policy.model)
     optim = OptimConfig(name="sgd", lr=1e-3, expert_bias_rate=RATE)
-    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=2, dtype=torch.float32)
+    return Learner(policy, optim, PolicyObjective(loss_config()), num_updates=2, dtype=torch.float32)
 
 
 def biases(learner: Learner, meshes: Meshes) -> Biases:

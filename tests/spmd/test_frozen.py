@@ -32,7 +32,7 @@ FROZEN = "model.layers.0.mlp.up_proj.weight"
 def start(path: str, meshes: Meshes, *, freeze: tuple[str, ...] = FREEZE) -> Learner:
     policy = load_policy(model_config(path, freeze=freeze), meshes.model, temperature=1.0)
     optim = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
-    return Learner.start(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
+    return Learner(policy, optim, PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

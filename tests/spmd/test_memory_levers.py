@@ -51,9 +51,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _start(path: str, meshes: Meshes, optim: dict[str, Any], **model: Any) -> Learner:
     policy = load_policy(model_config(path, **model), meshes.model, temperature=0.8)
-    return Learner.start(
-        policy, OptimConfig(**optim), PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32
-    )
+    return Learner(policy, OptimConfig(**optim), PolicyObjective(loss_config()), num_updates=4, dtype=torch.float32)
 
 
 def _update(learner: Learner, world: World, meshes: Meshes, *, step: int) -> None:

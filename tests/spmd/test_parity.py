@@ -130,7 +130,7 @@ def _overflowing(path: str) -> Any:
         policy = load_policy(model_config(path, compute_dtype="float16"), meshes.model, temperature=1.0)
         mine = dealt(random_sequences(8), world.rank, world.num_ranks, "in blocks")
         batch = completed(build_batch(mine, plan_for(8, world.num_ranks), meshes, aggregation="token_mean"), meshes)
-        learner = Learner.start(
+        learner = Learner(
             policy, OptimConfig(name="sgd", lr=1.0), PolicyObjective(loss_config()), num_updates=40, dtype=torch.float16
         )
         learner.loss_scale.scale = 2.0**40

@@ -56,7 +56,7 @@ def _one_update(path: str, lora: LoraConfig, folder: Path, **model: Any) -> dict
         found |= {"changed": logprobs(policy), "off": logprobs(base)}
         adapters = {name: x.clone() for name, x in policy.adapters.trained.items()}
         optim = OptimConfig(name="spmdrl.tools.parity_cases:GradientAsWeight", lr=1.0, max_grad_norm=1e30)
-        learner = Learner.start(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
+        learner = Learner(policy, optim, SftObjective(), num_updates=1, dtype=torch.float32)
         update(learner, batch.mini_batches, meshes, step=1)
         found |= {"gradients": {name: x.clone() for name, x in policy.adapters.trained.items()}}
         policy.adapters.load({name: torch.zeros_like(x) for name, x in adapters.items()})

@@ -40,7 +40,7 @@ SEVERAL: dict[str, Any] = {
 def start(path: str, meshes: Meshes, optim: Mapping[str, Any], *, freeze: tuple[str, ...] = ()) -> Learner:
     policy = load_policy(model_config(path, freeze=freeze), meshes.model, temperature=1.0)
     objective = PolicyObjective(loss_config())
-    return Learner.start(policy, OptimConfig(**optim), objective, num_updates=4, dtype=torch.float32)
+    return Learner(policy, OptimConfig(**optim), objective, num_updates=4, dtype=torch.float32)
 
 
 def after_two_updates(path: str, meshes: Meshes, optim: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ def _trained(
     settings = {"prompts_per_step": len(chosen) // GROUP_SIZE, "ranks_per_share": meshes.ranks_per_share}
     plan = plan_for(len(chosen), world.num_ranks, **({"max_tokens_per_micro_batch": 160} | settings | plan))
     policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-    learner = Learner.start(
+    learner = Learner(
         policy,
         OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6),
         policy_objective(cfg, {}, longest_tokens=0),

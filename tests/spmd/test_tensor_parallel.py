@@ -99,7 +99,7 @@ def _updated(world: World, path: str, parallel: ParallelConfig, experts: str | N
     mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")
     batch = build_batch(mine, plan_for(SEQUENCES, world.num_ranks), meshes, aggregation="token_mean")
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
-    learner = Learner.start(policy, optim, PolicyObjective(losses), num_updates=1, dtype=torch.float32)
+    learner = Learner(policy, optim, PolicyObjective(losses), num_updates=1, dtype=torch.float32)
     mini_batches = completed(batch, meshes, policy, reference).mini_batches
     metrics = update(learner, mini_batches, meshes, step=1)
     return full_weights(policy, meshes), {name: metric.value() for name, metric in metrics.items()}
@@ -196,7 +196,7 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
         for folder, parallel, start, end in runs:
             meshes = build_meshes(world, ParallelConfig(**parallel))
             policy = load_policy(model_config(path), meshes.model, temperature=0.8)
-            learner = Learner.start(
+            learner = Learner(
                 policy, OptimConfig(lr=1e-3), PolicyObjective(loss_config()), num_updates=end, dtype=torch.float32
             )
             mine = dealt(random_sequences(SEQUENCES, vocabulary=VOCABULARY), world.rank, world.num_ranks, "like cards")

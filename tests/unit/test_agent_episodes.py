@@ -19,7 +19,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
 from spmdrl.envs.protocol import Answer
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.episode import EnvContext
+from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample

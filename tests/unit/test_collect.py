@@ -33,7 +33,8 @@ from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
-from spmdrl.rollout.episode import EnvContext, Episode
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets

@@ -25,7 +25,8 @@ from spmdrl.config.environment import (
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.envs.protocol import Answer, EnvironmentFailure
-from spmdrl.rollout.episode import EnvContext, Episode, EpisodeState
+from spmdrl.rollout.env_context import EnvContext
+from spmdrl.rollout.episode import Episode, EpisodeState
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample

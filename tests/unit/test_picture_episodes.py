@@ -28,7 +28,7 @@ from spmdrl.families import vision_family
 from spmdrl.model.load import persistent_buffers
 from spmdrl.refit.refit import load_whole
 from spmdrl.report.samples import answer_row
-from spmdrl.rollout.episode import EnvContext, restore_rollout
+from spmdrl.rollout.env_context import EnvContext, restore_rollout
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
