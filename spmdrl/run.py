@@ -117,7 +117,10 @@ class Run(Generic[SettingsT]):
     def load_policy(self) -> Policy:
         """Load the policy that the run trains; every rank that trains must call this, and reads its own shards."""
         cfg = self.cfg
-        policy = load_trained(cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, **self._logprob_options)
+        temperature = cfg.rollout.temperature if isinstance(cfg, Config) else 1.0
+        policy = load_trained(
+            cfg.model, cfg.lora, self.meshes, seed=cfg.run.seed, temperature=temperature, kernel=self.kernel
+        )
         if isinstance(cfg, Config) and routes_refusal(policy.model) is None:
             policy.routers = Routers(policy.model)
         return policy
@@ -137,12 +140,6 @@ class Run(Generic[SettingsT]):
         return load_frozen(
             policy, cfg.model, cfg.frozen_models, self.meshes, temperatures=cfg.temperatures, kernel=self.kernel
         )
-
-    @property
-    def _logprob_options(self) -> dict[str, Any]:
-        """The arguments that decide which log-probabilities a model gives to tokens."""
-        temperature = self.cfg.rollout.temperature if isinstance(self.cfg, Config) else 1.0
-        return {"temperature": temperature, "kernel": self.kernel}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

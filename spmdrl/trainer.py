@@ -231,7 +231,9 @@ class Loop:
         with self._phase("logprobs"):
             batch = add_logprobs(batch, self._learners, self._frozen, cfg, meshes)
             if self._now.updates:
-                batch = batch.with_micro_batches(map(_as_sampled, batch.micro_batches))
+                batch = batch.with_micro_batches(
+                    one.with_columns({"old_logprobs": one.rollout_logprobs}) for one in batch.micro_batches
+                )
             if advantages is None:
                 batch = add_advantages(batch, cfg, policy.coefficients, meshes)
             else:
@@ -313,7 +315,3 @@ class Loop:
             return micro_batch.with_columns({"advantages": column})
 
         return replace(batch.with_micro_batches(map(completed, batch.micro_batches)), advantages=everyones)
-
-
-def _as_sampled(micro_batch: MicroBatch) -> MicroBatch:
-    return micro_batch.with_columns({"old_logprobs": micro_batch.rollout_logprobs})

@@ -141,7 +141,7 @@ def optimizer_step(
     grad_norm = math.sqrt(squared_norm) / scale
     rates = set_learning_rates(optimizer, learner.optim, update=number, num_updates=learner.num_updates)
     metrics = merge_all(fetched(done.metrics)) | {f"{area}/loss": Mean(loss, 1.0)}
-    metrics |= {_rate_name(area, pattern): Mean(rate, 1.0) for pattern, rate in rates.items()}
+    metrics |= {f"{area}/lr{'' if pattern is None else f'/{pattern}'}": Mean(x, 1.0) for pattern, x in rates.items()}
     metrics |= {f"{area}/{name}": Mean(value, 1.0) for name, value in learner.coefficients.items()}
 
     # A collective: the limits are on the metrics of all ranks. They come first, because a mismatch explains a loss that
@@ -161,7 +161,8 @@ def optimizer_step(
     # One factor clips the gradients and takes the loss scale off them again.
     factor = min(1.0, learner.optim.max_grad_norm / (grad_norm + 1e-6)) / scale
     if factor != 1.0:
-        torch._foreach_mul_(_local_gradients(learner.model), factor)
+        gradients = (parameter.grad for parameter in learner.model.parameters())
+        torch._foreach_mul_([grad.to_local() for grad in gradients if isinstance(grad, DTensor)], factor)
     optimizer.step()
     _balance_experts(learner, done.expert_loads, meshes)
     learner.model.refresh()
@@ -180,15 +181,6 @@ def _balance_experts(learner: Learner, loads: list[Tensor], meshes: Meshes) -> N
     rate, routers = learner.optim.expert_bias_rate, learner.model.routers
     if rate is not None and routers is not None:
         routers.balance(sum_over(meshes.data, torch.stack(loads).sum(0)), rate=rate)
-
-
-def _rate_name(area: str, pattern: str | None) -> str:
-    return f"{area}/lr" if pattern is None else f"{area}/lr/{pattern}"
-
-
-def _local_gradients(model: PackedModel) -> list[Tensor]:
-    """This rank's shards of the gradients."""
-    return [parameter.grad.to_local() for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
 
 
 def _squared_norm(model: PackedModel, *, num_ranks: int, device: torch.device) -> Tensor:
@@ -219,7 +211,7 @@ def _reduced(result: Objective, micro_batch: MicroBatch) -> dict[str, Deferred]:
     highest = columns.amax(-1)
     metrics = {name: Deferred(mean, _mean) for name, mean in zip(result.means, means.unbind(), strict=False)}
     peaks = highest[len(result.means) :].unbind()
-    metrics |= {name: Deferred(peak, _max) for name, peak in zip(result.peaks, peaks, strict=True)}
+    metrics |= {name: Deferred(peak, lambda x: Max(*x)) for name, peak in zip(result.peaks, peaks, strict=True)}
     metrics |= {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
     for name, (values, where) in result.elsewhere.items():
         metrics[name] = Deferred(
@@ -237,7 +229,3 @@ def _balance(is_peak: bool, num_experts: int, loads: list[float]) -> Metric:
 
 def _mean(numbers: list[float]) -> Metric:
     return Mean(*numbers)
-
-
-def _max(numbers: list[float]) -> Metric:
-    return Max(*numbers)

@@ -54,11 +54,11 @@ def distribute_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> Non
 
 def distributed_experts(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts are distributed over an ep mesh."""
-    return [module for module in model.modules() if any(map(_is_on_ep_mesh, module._parameters.values()))]
-
-
-def _is_on_ep_mesh(parameter: Tensor | None) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("ep",)
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == ("ep",) for x in module._parameters.values())
+    ]
 
 
 def _dispatch(

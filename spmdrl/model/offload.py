@@ -134,7 +134,9 @@ class TrainerMemory:
         for place, trained in enumerate(self._trained):
             parameters = {f"{place}.{name}": parameter for name, parameter in trained.model.named_parameters()}
             if self._moves == "all":
-                yield from ((name, p) for name, p in parameters.items() if not _is_of_adapters(trained.model, p))
+                adapters = trained.model.adapters  # whose memory stays: it is small, and a refit reads it meanwhile
+                stays = None if adapters is None else adapters.flat
+                yield from ((name, p) for name, p in parameters.items() if p is not stays)
                 yield from ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
             if isinstance(trained.optimizer, StateOnHost):
                 continue
@@ -146,11 +148,6 @@ class TrainerMemory:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _is_of_adapters(model: PackedModel, parameter: Tensor) -> bool:
-    """True for the memory of adapters, which stays: it is small, and a refit reads it while the trainer sleeps."""
-    return model.adapters is not None and parameter is model.adapters.flat
 
 
 def _same_view(local: Tensor, host: Tensor) -> Tensor:

@@ -33,16 +33,6 @@ class _Part(NamedTuple):
     hidden: Tensor | None  # [queries, keys] bool
 
 
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float, window: int | None = None
-) -> Tensor:
-    """Causal attention: q [n, H, Q, D], k and v [n, K, L, D] with K dividing H give [n, H, Q, D].
-
-    The last query and the last key are the same token; a token sees itself and `window` - 1 tokens before it.
-    """
-    return attend(q, k, v, Scores(scale, softcap, window))[0]
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, of: Scores) -> tuple[Tensor, Tensor]:
     """Return (out [n, H, Q, D], the logarithms of the denominators [n, H, Q]); only the first is differentiable."""
     out, lse = _attend(q, k, v, *of)

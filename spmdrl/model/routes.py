@@ -95,7 +95,8 @@ class _Choice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
-        return self._chosen(scores, result) if _are_of_all(scores, self.num_experts) else result
+        is_of_groups = scores.ndim != 2 or scores.shape[1] != self.num_experts  # and not of experts
+        return result if is_of_groups else self._chosen(scores, result)
 
     def _chosen(self, scores: Tensor, best: Any) -> Any:
         """Return values and indices [T, k] of the experts to take, where `best` are those of the highest scores."""
@@ -110,10 +111,6 @@ class _Choice(TorchFunctionMode):
         self.taken = indices.to(torch.int16)
         self.differing = differs.float().mean(-1).masked_fill(is_free.any(-1), -torch.inf)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
-
-
-def _are_of_all(scores: Tensor, num_experts: int) -> bool:
-    return scores.ndim == 2 and scores.shape[1] == num_experts  # not those of groups of experts
 
 
 def _watched(router: nn.Module, num_experts: int) -> _Choice:

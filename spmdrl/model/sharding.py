@@ -41,16 +41,13 @@ def prefetch_layers(layers: Sequence[nn.Module], *, num_ahead: int) -> None:
     """
     if num_ahead == 1:
         return
-    units = [modules for layer in layers if (modules := _sharded_modules(layer))]
+    of_layers = ([module for module in layer.modules() if isinstance(module, FSDPModule)] for layer in layers)
+    units = [modules for modules in of_layers if modules]
     for place, (layer, *_) in enumerate(units):
         following = units[place + 1 : place + 1 + num_ahead]
         preceding = units[max(0, place - num_ahead) : place][::-1]
         layer.set_modules_to_forward_prefetch([*chain.from_iterable(following)])
         layer.set_modules_to_backward_prefetch([*chain.from_iterable(preceding)])
-
-
-def _sharded_modules(layer: nn.Module) -> list[FSDPModule]:
-    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
 
 
 _ONE_UNIT_BYTES = 64 * 2**20  # of the largest model that is one unit: its gradients are copied at once

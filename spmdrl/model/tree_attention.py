@@ -59,7 +59,9 @@ def tree_attention(tree: PrefixTree, kernel: Kernel, device: torch.device) -> Ca
 
     @functools.cache
     def copied(window: int | None) -> tuple[CausalAttention, Tensor]:
-        return _with_copies(tree, kernel, window, device)
+        """Attention of nodes with more keys than queries, and the rows that are these keys."""
+        layout, keys = chunk_of_tree(tree, (0, len(tree.tokens)), window, device)
+        return causal_attention(layout, kernel), keys.to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         if layer.window is not None or kernel not in ("sdpa", "varlen"):
@@ -96,14 +98,6 @@ def _levels(tree: PrefixTree) -> Iterator[list[tuple[Span, Span]]]:
 
 def _rows(spans: Sequence[Span]) -> Tensor:
     return torch.cat([torch.arange(*span) for span in spans])
-
-
-def _with_copies(
-    tree: PrefixTree, kernel: Kernel, window: int | None, device: torch.device
-) -> tuple[CausalAttention, Tensor]:
-    """Return the attention of nodes with more keys than queries, and the rows that are these keys."""
-    layout, keys = chunk_of_tree(tree, (0, len(tree.tokens)), window, device)
-    return causal_attention(layout, kernel), keys.to(device)
 
 
 def chunk_of_tree(

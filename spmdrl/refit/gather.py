@@ -49,7 +49,7 @@ class Gatherer:
         projections in e4m3, each followed by the scales of its blocks."""
         self._policy, self._model = policy, policy.model
         self._mesh = mesh
-        self._change_of = policy.change_of if merge else _no_change
+        self._change_of = policy.change_of if merge else lambda _: None
         reshard(policy)
         # Parameters (tied ones once) and the buffers that belong to the weights.
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
@@ -102,7 +102,8 @@ class Gatherer:
 
     def _as_sent(self, weight: Weight, naming: Naming, *, quantize: bool) -> Iterator[Weight]:
         """Yield the weight, in e4m3 with its scales where it is quantized."""
-        if not (quantize and takes_blocks(weight)):
+        takes_blocks = weight.dtype.is_floating_point and is_quantized(weight.name, len(weight.shape))
+        if not (quantize and takes_blocks):
             yield weight
             return
         scales = {weight.name: torch.empty(scales_shape(weight.shape), device="meta")}
@@ -179,10 +180,6 @@ def _staying(policy: PackedModel, tensors: Mapping[str, Tensor], *, merge: bool)
     return frozen if adapters is None else frozen - adapters.weights
 
 
-def _no_change(_: str) -> None:
-    return None
-
-
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, casting it. On a device, tensors of one kind go together in few launches.
 
@@ -246,11 +243,6 @@ def with_scales(weight: Weight, scales_sent_as: Mapping[str, torch.Size]) -> Ite
 def _longer_than_one(shape: torch.Size) -> list[int]:
     """transformers leaves out dimensions of one index when it takes experts apart."""
     return [size for size in shape if size > 1]
-
-
-def takes_blocks(weight: Weight) -> bool:
-    """Return True for a weight that an engine in fp8 gets in e4m3."""
-    return weight.dtype.is_floating_point and is_quantized(weight.name, len(weight.shape))
 
 
 class Quantizer:

@@ -74,17 +74,13 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         carries_over=cfg.rollout.partial and plan.extra_groups > 0,
         max_staleness=cfg.rollout.max_staleness,
         steps_ahead=plan.steps_ahead,
-        refit_after=_whole_ticks(cfg.rollout.refit_after),
+        refit_after=math.ceil(cfg.rollout.refit_after / TOKENS_PER_TICK) * TOKENS_PER_TICK,
         with_baseline=cfg.advantage.compares_with_greedy,
         chooses_prompts=cfg.data.curriculum is not None,
         rewards_are_whole=not cfg.reward.group_terms,
         in_order=cfg.run.deterministic,
         max_open=cfg.environment.max_open if cfg.environment else None,
     )
-
-
-def _whole_ticks(num_tokens: int) -> int:
-    return math.ceil(num_tokens / TOKENS_PER_TICK) * TOKENS_PER_TICK
 
 
 @dataclass(frozen=True, slots=True)

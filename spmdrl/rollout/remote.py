@@ -47,18 +47,13 @@ def sampled_ahead(saved: Mapping[str, Any] | None, plan: Plan) -> RolloutShard |
         return _SHARD.load(saved["ahead"])
 
 
-def engine_leaders(plan: Plan, *, ranks_per_engine: int) -> range:
-    """List the ranks that lead engines, disaggregated."""
-    return range(plan.training_ranks, plan.num_ranks, ranks_per_engine)
-
-
 class RemoteSampler(Sampler):
     """Receives rollouts from the ranks that hold engines, with their rewards."""
 
     def __init__(self, run: Launch[Config]) -> None:
         plan, meshes = run.plan, run.meshes
         self._plan, self._training = plan, meshes.training
-        self._leaders = engine_leaders(plan, ranks_per_engine=run.cfg.rollout.tp_size)
+        self._leaders = range(plan.training_ranks, plan.num_ranks, run.cfg.rollout.tp_size)  # ranks that lead engines
         self._message, self._watch = run.report.message, run.watch
         self._engines = range(plan.training_ranks, plan.num_ranks)
         self._orders, self._sends_orders = Link(meshes.world, ORDERS), meshes.training.get_local_rank() == 0

@@ -125,7 +125,9 @@ class LocalSampler(Sampler):
         limit = min(MAX_PROBE_TOKENS, sampling.max_response_tokens)
         short = dataclasses.replace(sampling, group_size=1, max_response_tokens=limit)
         seed, restore = self._cfg.run.seed, self._restore
-        return sample(self._engine, self._probes, short, None, _itself, run_seed=seed, step=0, restore_images=restore)
+        return sample(
+            self._engine, self._probes, short, None, lambda x: x, run_seed=seed, step=0, restore_images=restore
+        )
 
     def sample_held_out(self) -> list[Pending]:
         sampling = eval_sampling(self._cfg, self._stop_token_ids)
@@ -188,10 +190,6 @@ def _followed_schedule(cfg: Config) -> dict[int, Mapping[str, Any]] | None:
     if not path.is_file():
         raise UserError(f"debug.follow_schedule = {path} is not there; set it to the schedule.jsonl of a run")
     return {row["step"]: row for row in read_rows(path)}
-
-
-def _itself(rollout: Rollout) -> Rollout:
-    return rollout
 
 
 def _num_probes(refit: RefitConfig, rules: CollectionRules) -> int:

@@ -196,11 +196,9 @@ class ComparisonEncoder:
         """
         chosen, rejected = self._encode(pair, index), self._encode(replace(pair, exchanges=pair.rejected), index)
         pair_of_sequences = [replace(chosen, reward=pair.margin), replace(rejected, part=1)]
-        return [_only_end(one) for one in pair_of_sequences] if self._scores else pair_of_sequences
-
-
-def _only_end(sequence: TrainingSequence) -> TrainingSequence:
-    return replace(sequence, loss_mask=(False,) * (len(sequence.token_ids) - 1) + (True,))
+        if not self._scores:
+            return pair_of_sequences
+        return [replace(x, loss_mask=(False,) * (len(x.token_ids) - 1) + (True,)) for x in pair_of_sequences]
 
 
 def comparison_limit(cfg: PreferencesConfig, encode: PairEncoder) -> AnswerLimit:

@@ -461,11 +461,13 @@ def _response(answer: Mapping[str, Any], version: int | None) -> Response:
     logprobs = about["output_token_logprobs"]
     reason: FinishReason = about["finish_reason"]["type"]
     assert reason in ("stop", "length", "abort"), about["finish_reason"]
+    token_ids = tuple(answer["output_ids"])
+    spans = _spans(about) if version is None else [Span(version, len(token_ids))] if token_ids else []
     return Response(
-        token_ids=tuple(answer["output_ids"]),
+        token_ids=token_ids,
         logprobs=tuple(logprob for logprob, *_ in logprobs),
         finish_reason=reason,
-        spans=tuple(_spans(about) if version is None else _whole_span(version, len(answer["output_ids"]))),
+        spans=tuple(spans),
         num_cached=about.get("cached_tokens", 0),
     )
 
@@ -474,11 +476,6 @@ def _spans(about: Mapping[str, Any]) -> Iterator[Span]:
     for span in about.get("weight_versions") or ():
         if span["end"] > span["start"]:  # a request that was aborted while it waited has a span without tokens
             yield Span(int(span["version"]), span["end"] - span["start"])
-
-
-def _whole_span(version: int, num_tokens: int) -> Iterator[Span]:
-    if num_tokens:
-        yield Span(version, num_tokens)
 
 
 # SGLang on ranks that do not train: its processes receive buckets themselves, in a group with the trainer.

@@ -121,7 +121,7 @@ def sharded_weights(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, 
     """
     sharded = {}
     for name, by_expert in _fused(tensors, share).items():
-        wholes = [_concatenated(by_expert[expert]) for expert in sorted(by_expert)]
+        wholes = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for _, pieces in sorted(by_expert.items())]
         sharded[name] = wholes[0] if _NO_EXPERT in by_expert else torch.stack(wholes)
     return sharded
 
@@ -210,7 +210,3 @@ def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
     """Pad `dim` with zeros at its end, up to a multiple of `multiple`."""
     missing = -tensor.shape[dim] % multiple
     return pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing]) if missing else tensor
-
-
-def _concatenated(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))

@@ -140,7 +140,7 @@ class _Norm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         out: Tensor = with_backward_of(
-            functools.partial(self._normalized, _plain_mean),
+            functools.partial(self._normalized, lambda x: x.mean(-1, keepdim=True)),
             functools.partial(self._normalized, kernels.mean),
             hidden_states,
             self.weight,
@@ -151,10 +151,6 @@ class _Norm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(mean(wide.pow(2)) + self.variance_epsilon)
         return weight.float() * wide.to(x.dtype)
-
-
-def _plain_mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
 
 
 def _head_dim(model_config: Any) -> int:

@@ -62,7 +62,9 @@ def load_trained(
         targets, plan.strength, meshes.training, config=config, base=base, init=plan.init, start=start
     )
     if start is None:
-        policy.adapters.load(random_start(policy.adapters.trained, seed=seed) | plan.files)
+        every_a = {name: a for name, a in policy.adapters.trained.items() if ".lora_A." in name}
+        # Every B stays 0, as in PEFT.
+        policy.adapters.load(random_values(every_a, seed=seed) | plan.files)
     return policy
 
 
@@ -174,11 +176,6 @@ def peft_config(
         "init_lora_weights": True,
         "use_dora": False,
     }
-
-
-def random_start(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
-    """Give every A random numbers, as PEFT does; every B stays 0."""
-    return random_values({name: a for name, a in matrices.items() if ".lora_A." in name}, seed=seed)
 
 
 def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
