@@ -1,11 +1,13 @@
-"""Measure a gated delta net on packed sequences, beside one call of transformers' layer for each length, and beside
+"""Measure a recurrent layer on packed sequences, beside one call of transformers' layer for each length, and beside
 padding.
 
     python benchmarks/gated_delta.py
     python benchmarks/gated_delta.py --cases short --head-dim 128
+    python benchmarks/gated_delta.py --layer mamba2
 
-A pass is forward and backward of one layer of Qwen3-Next in float32, with gradients of its input and its parameters;
-its projections are a part of it. The lengths of sequences follow a lognormal and are sorted, as packing does: `short`
+A pass is forward and backward of one layer in float32, with gradients of its input and its parameters; its projections
+are a part of it. The layer is a gated delta net of Qwen3-Next, of the sizes that are given, or Mamba 2 with a quarter
+of Nemotron 3 Nano's width and heads. The lengths of sequences follow a lognormal and are sorted, as packing does: `short`
 are those of `workload.py`'s tail, with its prompts, `long` has a median of 256 tokens. "per_length" calls transformers'
 layer once for each run of sequences of equal length, "padded" once for all. Passes of the three alternate in one
 process. Peak memory is what a pass adds at its worst, in a process of its own. Prints one JSON object.
@@ -33,7 +35,8 @@ from logprob_memory import MIB, peak_bytes, start_peak
 from program import run_again
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Qwen3NextConfig
+from transformers import NemotronHConfig, Qwen3NextConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from spmdrl.model.layers import set_classes
@@ -41,6 +44,15 @@ from spmdrl.model.recurrent import packed_layers
 
 FEW_LENGTHS = [40, 3]  # of the pass before, in which the libraries take what they need for themselves
 VALUE_HEADS_OF_A_KEY_HEAD = 2
+MAMBA2: Mapping[str, Any] = {
+    "hidden_size": 672,
+    "layers_block_type": ["mamba"],
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 128,
+    "chunk_size": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -79,16 +91,7 @@ Layer = Callable[[Tensor, list[int]], Tensor]  # tokens [1, T, D] of sequences o
 def ways(args: argparse.Namespace) -> dict[str, Layer]:
     """Make one layer, with the same weights, to be called in every way."""
     torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        hidden_size=args.hidden_size,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_key_heads=args.key_heads,
-        linear_num_value_heads=VALUE_HEADS_OF_A_KEY_HEAD * args.key_heads,
-        linear_key_head_dim=args.head_dim,
-        linear_value_head_dim=args.head_dim,
-    )
-    plain = Qwen3NextGatedDeltaNet(config, 0)
+    plain = NemotronHMamba2Mixer(NemotronHConfig(**MAMBA2), 0) if args.layer == "mamba2" else delta_net(args)
     ours: nn.Module = copy.deepcopy(plain)
     set_classes(packed_layers(ours))
 
@@ -107,6 +110,20 @@ def ways(args: argparse.Namespace) -> dict[str, Layer]:
     return {"packed": lambda hidden, lengths: ours(hidden, seqlens=lengths), "per_length": per_length, "padded": padded}
 
 
+def delta_net(args: argparse.Namespace) -> nn.Module:
+    """Make transformers' gated delta net of the sizes that are given."""
+    config = Qwen3NextConfig(
+        hidden_size=args.hidden_size,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=args.key_heads,
+        linear_num_value_heads=VALUE_HEADS_OF_A_KEY_HEAD * args.key_heads,
+        linear_key_head_dim=args.head_dim,
+        linear_value_head_dim=args.head_dim,
+    )
+    return Qwen3NextGatedDeltaNet(config, 0)
+
+
 def one_pass(layer: Layer, hidden: Tensor, lengths: list[int]) -> float:
     """Forward and backward; the loss's value."""
     loss = layer(hidden.detach().requires_grad_(), lengths).square().mean()
@@ -117,6 +134,7 @@ def one_pass(layer: Layer, hidden: Tensor, lengths: list[int]) -> float:
 def main() -> None:
     """Measure every case, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--layer", choices=("gated-delta", "mamba2"), default="gated-delta")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--hidden-size", type=int, default=workload.SIZES[1][0])
     parser.add_argument("--key-heads", type=int, default=2)
@@ -127,15 +145,16 @@ def main() -> None:
     parser.add_argument("--peak", nargs=2, metavar=("WAY", "CASE"), help=argparse.SUPPRESS)  # set by this program
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.layer == "mamba2":
+        args.hidden_size = MAMBA2["hidden_size"]
     if args.peak:
         way, case = args.peak
         print(json.dumps(memory_of_pass(ways(args)[way], args.hidden_size, lengths_of(case, args.tokens))))
         return
     load_average = os.getloadavg()[0]
     result = {
-        "hidden_size": args.hidden_size,
-        "key_heads": args.key_heads,
-        "head_dim": args.head_dim,
+        "layer": args.layer,
+        "sizes": MAMBA2 if args.layer == "mamba2" else sizes_of_delta_net(args),
         "threads": args.threads,
         "headline": args.cases[0],
         "cases": {case: measure(args, case) for case in args.cases},
@@ -144,6 +163,10 @@ def main() -> None:
         "versions": workload.versions(["torch", "transformers"]),
     }
     print(json.dumps(result))
+
+
+def sizes_of_delta_net(args: argparse.Namespace) -> Mapping[str, int]:
+    return {"hidden_size": args.hidden_size, "key_heads": args.key_heads, "head_dim": args.head_dim}
 
 
 def lengths_of(case: str, total_tokens: int | None) -> list[int]:

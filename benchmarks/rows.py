@@ -376,24 +376,28 @@ def trees(settings: Settings) -> Measurement:
     )
 
 
-def gated_delta(settings: Settings) -> Measurement:
-    """A gated delta net on packed sequences beside a call of transformers' layer for each length."""
-    options = ["--repeats", str(max(3, settings.repeats)), "--threads", "1"]
-    command = ["python", "benchmarks/gated_delta.py", *options]
-    output = run(command)
-    found = output["cases"][output["headline"]]
-    return Measurement(
-        unit="s",
-        spmdrl=found["pass_s"]["packed"],
-        peer=found["pass_s"]["per_length"],
-        peer_name=f"a call for each length, transformers {output['versions']['transformers']}",
-        commands=[" ".join(command)],
-        outputs=[output],
-        notes=[gated_delta_note(case, found) for case, found in output["cases"].items()],
-    )
+def recurrent(layer: str) -> Callable[[Settings], Measurement]:
+    """A recurrent layer on packed sequences beside a call of transformers' layer for each length."""
+
+    def measure(settings: Settings) -> Measurement:
+        options = ["--layer", layer, "--repeats", str(max(3, settings.repeats)), "--threads", "1"]
+        command = ["python", "benchmarks/gated_delta.py", *options]
+        output = run(command)
+        found = output["cases"][output["headline"]]
+        return Measurement(
+            unit="s",
+            spmdrl=found["pass_s"]["packed"],
+            peer=found["pass_s"]["per_length"],
+            peer_name=f"a call for each length, transformers {output['versions']['transformers']}",
+            commands=[" ".join(command)],
+            outputs=[output],
+            notes=[recurrent_note(case, found) for case, found in output["cases"].items()],
+        )
+
+    return measure
 
 
-def gated_delta_note(case: str, found: Json) -> str:
+def recurrent_note(case: str, found: Json) -> str:
     """Say what a pass is, and give its time and memory beside both other ways."""
     times, peaks = found["median_s"], found["peak_mib"]
     return (
@@ -580,8 +584,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "tower": Benchmark(about="a frozen tower in a step with groups of 8", goal=1 / 8, measure=tower),
     "gated-delta": Benchmark(
-        about="gated delta net, lognormal lengths, forward and backward", goal=1 / 3, measure=gated_delta
+        about="gated delta net, lognormal lengths, forward and backward", goal=1 / 3, measure=recurrent("gated-delta")
     ),
+    "mamba2": Benchmark(about="Mamba 2, the same lengths", goal=0.4, measure=recurrent("mamba2")),
     "prefix-tree": Benchmark(
         about="16 responses of 64 tokens to a prompt of 512, forward and backward", goal=0.2, measure=trees
     ),

@@ -82,6 +82,10 @@ class ModelFamily:
     reads_short_factors_only: bool = False
     # Its attention caps scores softly by `attn_logit_softcapping`, which other families have and ignore.
     caps_scores: bool = False
+    # Its norms apply their weights in float32, so that both factors are kept for the backward pass.
+    has_wide_norms: bool = False
+    # Its layers hand keys and values to others, whatever is recomputed, and values have norms.
+    passes_keys_on: bool = False
     # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
     logits: LogitSetting | None = None
     sglang: SGLangFamily = SGLangFamily()
@@ -103,12 +107,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_next": ModelFamily(
         classes="Qwen3Next",
         delta_net="fused",
+        has_wide_norms=True,
         sglang=SGLangFamily(has_norms_of_config=True, checks_rotary_early=True),
     ),
     "qwen3_5": ModelFamily(
         classes="Qwen3_5", delta_net="separate", vision="grid", sglang=SGLangFamily(images_compared=True)
     ),
     "qwen3_5_moe": ModelFamily(classes="Qwen3_5Moe", delta_net="separate", vision="grid"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gemma", "olmo2", "olmo3"), ModelFamily(has_wide_norms=True)),
     "qwen2_5_vl": ModelFamily(
         classes="Qwen2_5_VL",
         has_dense_decoder=True,
@@ -122,13 +128,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
     "gemma3": ModelFamily(vision="fixed"),
     "gemma4": ModelFamily(vision="pooled", logits=_CAPPED),
-    "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED),
-    "gemma3_text": ModelFamily(logits=_CAPPED, sglang=SGLangFamily(splits_embedding=False)),
-    "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED),
+    "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
+    "gemma3_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, sglang=SGLangFamily(splits_embedding=False)),
+    "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
     "nanochat": ModelFamily(logits=_CAPPED),
-    "cohere": ModelFamily(logits=_COMMAND_R),
-    "cohere2": ModelFamily(logits=_COMMAND_R),
-    "cohere2_moe": ModelFamily(logits=_COMMAND_R),
+    "cohere": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
+    "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
+    "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE),
     "granitemoeshared": ModelFamily(logits=_GRANITE),
@@ -159,7 +165,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=_UNTRIED),
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
-    "gemma4_text": ModelFamily(logits=_CAPPED, sglang=_UNTRIED),
+    "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

@@ -4,7 +4,8 @@ For one token and one layer autograd keeps the tensors below. b is the bytes of 
 hidden size, A and K the widths of all query heads and of all key heads, H the number of query heads, and I the width of
 the MLP:
 
-    norms       n (4 + b) D        the float32 input and the normalized input of each of the n norms (mostly two)
+    norms       n (4 + b) D        the float32 input and the normalized input of each of the n norms (mostly two); n 8 D
+                                   where weights are applied in float32, and so for norms of heads
     projections 2 b D              the input of q, k, v, and the input of gate and up
     head norms  (4 + b) (A + K)    where queries and keys have norms of their own
     attention   b (2 A + 2 K) + 4 H   q, k, v, the result (also the input of o), and float32 log-sums
@@ -13,6 +14,11 @@ the MLP:
                                    the inputs of convolution, rule, norm and gate; 7 b D of a short convolution alone
 
 A layer has those parts that its kind has, and the input of its projections once for each of the first and the last two.
+Heads of several sizes are counted by their mean. An MLP beside experts adds 4 b times its width, and latent attention
+(4 + 2 b) for each value of a latent. Gemma 4 adds 4 K for norms of values; its inputs of each layer's own, of P values,
+b (4 P + D) in the layer and (8 + b) P + b D outside; and of one layer of each kind the keys and values that others may
+read, whatever is recomputed.
+
 Fused layers (`model/fused.py`) keep less: b D + 4 for each norm (its input and the inverse root), b (A + K) for norms
 of heads, and 3 b I for the MLP, whose activated gate is computed again.
 
@@ -60,6 +66,13 @@ class Decoder:
     cached_width: int | None = None  # of a token's keys in all layers; None: those of every layer
     conv_elements: int = 0  # all that recurrent layers remember of a sequence, in the compute dtype
     state_elements: int = 0  # the same, in float32
+    has_wide_norms: bool = False  # which apply their weights in float32
+    shared_width: int = 0  # of the MLP beside experts
+    heads_share: float = 1.0  # the mean size of heads, of the largest
+    rotary_width: int | None = None  # of all rotary embeddings; None: head_width
+    own_inputs: int = 0  # values of a layer's own input
+    latent_width: int = 0  # of what latent attention projects queries and keys to, and norms
+    passed_keys: int | None = None  # elements of the keys that layers hand to others; None: values have no norms either
 
     @property
     def key_value_width(self) -> int:
@@ -76,6 +89,7 @@ class Decoder:
             cached_width=None if self.cached_width is None else self.cached_width * key_width // self.key_width,
             query_heads=math.ceil(self.query_heads / num_ranks),
             mlp_width=self.mlp_width // num_ranks,
+            shared_width=self.shared_width // num_ranks,
         )
 
 
@@ -93,7 +107,8 @@ class ActivationSettings:
 
 def layer_activation_bytes(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> int:
     """Bytes per token that a layer under checkpointing `level` holds from forward to backward, a mean of all kinds."""
-    shared, *parts = _parts(decoder, settings, level=level)
+    shared, attention, *parts = _parts(decoder, settings, level=level)
+    parts.insert(0, math.ceil(attention * decoder.heads_share))
     present = sum(size * number for size, number in zip(parts, _numbers(decoder), strict=True))
     return shared + math.ceil(present / decoder.num_layers)
 
@@ -114,22 +129,27 @@ def _parts(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> t
     narrow, wide = decoder.recurrent_widths
     if level == "selective":
         results_of_down = max(1, decoder.experts_per_token) * b * d
-        of_mlp = (2 if decoder.has_gate else 1) * b * decoder.mlp_width + results_of_down
+        of_mlp = (2 if decoder.has_gate else 1) * b * (decoder.mlp_width + decoder.shared_width) + results_of_down
+        of_mlp += b * d if decoder.shared_width else 0
+        of_mlp += b * (decoder.own_inputs + d) if decoder.own_inputs else 0
         return b * d, b * (a + 2 * k) + b * d + attention, of_mlp, b * (narrow + d) // 2 + _FLOAT32 * wide // 6
-    head_norms = (b if settings.fused else _FLOAT32 + b) * (a + k) if decoder.has_head_norms else 0
+    head_norms = (b if settings.fused else _norm_bytes(decoder, settings, width=1)) * (a + k)
+    head_norms = head_norms if decoder.has_head_norms else 0
+    head_norms += 0 if decoder.passed_keys is None else _FLOAT32 * k
+    own = b * (4 * decoder.own_inputs + d) if decoder.own_inputs else 0
     tensors = (3 if settings.fused else 4) if decoder.has_gate else 2
     return (
         decoder.norms * _norm_bytes(decoder, settings),
-        b * d + head_norms + attention + b * (a + 2 * (a if settings.repeats_keys else k)),
-        b * d + tensors * b * decoder.mlp_width + 2 * decoder.experts_per_token * b * d,
+        b * d + head_norms + (_FLOAT32 + 2 * b) * decoder.latent_width + attention + b * (a + 2 * (a if settings.repeats_keys else k)),
+        own + b * d + tensors * b * (decoder.mlp_width + decoder.shared_width) + 2 * decoder.experts_per_token * b * d,
         b * (d + narrow) + _FLOAT32 * wide,
     )
 
 
-def _norm_bytes(decoder: Decoder, settings: ActivationSettings) -> int:
-    """Bytes per token that a norm of hidden states keeps."""
-    b, d = settings.compute_bytes, decoder.hidden
-    return b * d + _FLOAT32 if settings.fused else (_FLOAT32 + b) * d
+def _norm_bytes(decoder: Decoder, settings: ActivationSettings, *, width: int | None = None) -> int:
+    """Bytes per token that a norm of hidden states keeps, or of `width` values of heads."""
+    b, d = settings.compute_bytes, width or decoder.hidden
+    return b * d + _FLOAT32 if settings.fused else (_FLOAT32 + (_FLOAT32 if decoder.has_wide_norms else b)) * d
 
 
 def activation_bytes(decoder: Decoder, settings: ActivationSettings, *, num_tokens: int) -> int:
@@ -141,7 +161,11 @@ def activation_bytes(decoder: Decoder, settings: ActivationSettings, *, num_toke
     in_layers = recomputed * layer_activation_bytes(decoder, settings, level=settings.level)
     in_layers += (decoder.num_layers - recomputed) * layer_activation_bytes(decoder, settings, level="none")
     b = settings.compute_bytes
-    outside = _norm_bytes(decoder, settings) + b * decoder.hidden + 2 * b * decoder.head_width
+    outside = _norm_bytes(decoder, settings) + b * decoder.hidden + 2 * b * (decoder.rotary_width or decoder.head_width)
+    if decoder.own_inputs:
+        outside += (2 * _FLOAT32 + b) * decoder.num_layers * decoder.own_inputs + b * decoder.hidden
+    if settings.level != "none":
+        outside += 2 * b * (decoder.passed_keys or 0)
     return num_tokens * (in_layers + outside)
 
 

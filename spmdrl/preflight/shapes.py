@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3VLConfig
 from spmdrl.algo.packing import flop_coefficients
 from spmdrl.config import ModelConfig, PackConfig
 from spmdrl.config.plan import Plan
-from spmdrl.families import vision_family
+from spmdrl.families import family_of, vision_family
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.images import Tower
 from spmdrl.model.fused import has_fused_layers
@@ -72,7 +72,14 @@ def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> t
 def experts_per_token(text: Any) -> int:
     """Count the experts of a token in a layer, by the config of a language model; 0 without experts."""
     names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
-    return next(filter(None, (getattr(text, name, None) for name in names)), 0)
+    return _first_width(text, *names) or 0
+
+
+def _first_width(config: Any, *names: str) -> int | None:
+    """Return the first of these settings that a config has; where it lists one for each layer, the largest."""
+    for value in filter(None, (getattr(config, name, None) for name in names)):
+        return max(value) if isinstance(value, list | tuple) else int(value)
+    return None
 
 
 # The sizes of models as their makers publish them, so that a run can be planned before anything is downloaded.
@@ -152,6 +159,8 @@ def published_config(name: str) -> Any:
     )
 
 
+_LAYER = re.compile(r"\.layers\.\d+\.")
+_LAST_OF_MLP = ("down_proj.weight", "output_linear.weight")
 _FIRST_BLOCK = re.compile(r"\.(blocks|layers)\.0\.")  # of a tower
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather", "mla_")
@@ -163,14 +172,14 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
     config = config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     cached = cached_heads(config)
-    head_width = max(size for _, size in cached.values())
-    widths = (
-        getattr(config, name, None) for name in ("shared_intermediate_size", "intermediate_size", "ffn_hidden_size")
-    )
-    mlp_width = next(filter(None, widths), 4 * hidden)
+    sizes = [size for _, size in cached.values()]
+    head_width = max(sizes)
+    mlp_width = _first_width(config, "shared_intermediate_size", "intermediate_size", "ffn_hidden_size") or 4 * hidden
+    mlp_width *= 2 if getattr(config, "use_double_wide_mlp", False) else 1
     num_chosen = experts_per_token(config) if expert_names(shapes) else 0
-    of_experts = (getattr(config, name, None) for name in ("moe_intermediate_size", "expert_ffn_hidden_size"))
-    expert_width = next(filter(None, of_experts), mlp_width)
+    expert_widths = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+    expert_width = _first_width(config, *expert_widths) or mlp_width
+    passes_keys = family_of(config).passes_keys_on
     conv_elements, state_elements = remembered_elements(config)
     in_text = shapes.keys() - in_tower
     first_layer = [name for name in in_text if ".layers.0." in name]
@@ -178,12 +187,19 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         num_layers=config.num_hidden_layers,
         hidden=hidden,
         query_width=heads * head_width,
+        heads_share=sum(sizes) / len(sizes) / head_width,
+        rotary_width=sum(set(sizes)) if len(set(sizes)) > 1 else head_width * _num_rotary(config),
         key_width=max(number * size for number, size in cached.values()),
         query_heads=heads,
         head_width=head_width,
         mlp_width=expert_width * num_chosen or mlp_width,
         experts_per_token=num_chosen,
+        shared_width=_width_beside_experts(shapes) if num_chosen else 0,
+        latent_width=sum(_first_width(config, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
+        own_inputs=getattr(config, "hidden_size_per_layer_input", None) or 0,
+        passed_keys=sum(number * size for number, size in set(cached.values())) if passes_keys else None,
         norms=sum("norm" in name and shapes[name] == (hidden,) for name in first_layer),
+        has_wide_norms=family_of(config).has_wide_norms,
         has_head_norms=any(name.endswith("q_norm.weight") for name in first_layer),
         vocabulary=config.vocab_size,
         can_be_fused=has_fused_layers(config),
@@ -196,6 +212,19 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         conv_elements=conv_elements,
         state_elements=state_elements,
     )
+
+
+def _num_rotary(text: Any) -> int:
+    """Count the rotary embeddings of a model: one for each kind of layer where these have settings of their own."""
+    kinds = getattr(text, "layer_types", None) or []
+    return sum(kind in (getattr(text, "rope_parameters", None) or {}) for kind in set(kinds)) or 1
+
+
+def _width_beside_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the width of the MLP that every token goes through in a layer of experts; 0 without one."""
+    layers = [match.group() for name in expert_names(shapes) if (match := _LAYER.search(name))]
+    beside = [n for n in shapes.keys() - expert_names(shapes) if layers and layers[0] in n and n.endswith(_LAST_OF_MLP)]
+    return sum(shapes[name][-1] for name in beside)
 
 
 def tower_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Tower | None:

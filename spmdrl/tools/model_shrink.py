@@ -48,14 +48,16 @@ SIZES: Mapping[str, str] = {
 }
 _RULES = {name: rule for rule, names in SIZES.items() for name in names.split()}
 # Of a tower for images, whose output is as wide as the text model; its special tokens are the last of the vocabulary.
-_TOWER: Mapping[str, Any] = {
+TOWER: Mapping[str, Any] = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_heads", "num_attention_heads", "num_key_value_heads"), 2),
     **{"hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_position_embeddings": 64, "image_size": 56},
     "position_embedding_size": 64,
     **{"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]},
 }
-_TOKENS = ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id")
-_TOKENS_OF_GEMMA = ("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id")
+TOKENS_OF_IMAGES = (
+    *("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
+)
 # What follows from sizes, and is computed again by transformers; and what says how weights are stored.
 _DERIVED = {"qk_head_dim", "per_layer_config", "quantization_config", "auto_map", "dtype", "model_type"}
 
@@ -67,12 +69,12 @@ def shrunk(config: Any) -> Any:
         return AutoConfig.for_model(config.model_type, **_text(values, text.num_hidden_layers))
     values["text_config"] = _text(values["text_config"], text.num_hidden_layers) | {"model_type": text.model_type}
     vision = values["vision_config"]
-    vision |= {name: size for name, size in _TOWER.items() if vision.get(name)}
+    vision |= {name: size for name, size in TOWER.items() if vision.get(name)}
     if "out_hidden_size" in vision:
         vision["out_hidden_size"] = values["text_config"]["hidden_size"]
     if "mm_tokens_per_image" in values:
         values["mm_tokens_per_image"] = 4
-    names = [name for name in (*_TOKENS, *_TOKENS_OF_GEMMA) if values.get(name) is not None]
+    names = [name for name in TOKENS_OF_IMAGES if values.get(name) is not None]
     # Beyond what can be sampled: transformers takes such a token of Gemma 4 for padding, wherever it stands.
     values |= {name: VOCABULARY + place for place, name in enumerate(names)}
     return AutoConfig.for_model(config.model_type, **{k: v for k, v in values.items() if k not in _DERIVED})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from tests.helpers.small_run import (
     write_sft_config,
 )
 from tests.helpers.vision import save_vision_files, write_questions
-from tests.helpers.vision_models import save_qwen3_5_moe_vl, save_qwen3_vl
+from tests.helpers.vision_models import save_gemma4_vl, save_qwen3_5_moe_vl, save_qwen3_vl
 
 EXACT = 1e-5  # nats between engine and trainer
 
@@ -50,14 +51,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_experts_with_pictures_learn_by_rewards_and_from_answers(tmp_path: Path) -> None:
-    """Qwen3.6-35B-A3B's family."""
-    save_qwen3_5_moe_vl(tmp_path / "model", eos_token_id=1, pad_token_id=0)
+@pytest.mark.parametrize(
+    ("save", "longest"),
+    [(save_qwen3_5_moe_vl, 64), (save_gemma4_vl, 256)],  # of up to three images of 9 or 70 tokens
+    ids=["qwen3_5_moe", "gemma4"],
+)
+def test_a_family_learns_from_pictures_by_rewards_and_from_answers(
+    tmp_path: Path, save: Callable[..., str], longest: int
+) -> None:
+    save(tmp_path / "model", eos_token_id=1, pad_token_id=0)
     save_vision_files(tmp_path / "model")
-    data = write_questions(tmp_path, "train", first=0, count=30) | {"max_prompt_tokens": 64}
+    data = write_questions(tmp_path, "train", first=0, count=30) | {"max_prompt_tokens": longest}
     run = {"name": "run", "num_steps": 20, "deterministic": True, "threads_per_rank": 1}
     rollout = {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 6}
-    write_config(tmp_path, run=run, data=data, eval=None, rollout=rollout)
+    pack = {"max_tokens_per_micro_batch": 8 * longest}
+    write_config(tmp_path, run=run, data=data, eval=None, rollout=rollout, pack=pack)
     launch(tmp_path, 2)
     steps = rows(tmp_path / "runs/run")
     assert len(steps) == 20 and all(0 < row["mismatch/max_abs_nats"] < EXACT for row in steps)
@@ -66,7 +74,7 @@ def test_experts_with_pictures_learn_by_rewards_and_from_answers(tmp_path: Path)
     sizes = {"sequences_per_step": 8, "max_response_tokens": 6}
     (source,) = data["sources"]
     data |= {"sources": [source | {"answer_column": "", "response_column": "answer"}]}
-    path = write_sft_config(tmp_path, name="sft.toml", run=run | {"name": "sft"}, data=data, sft=sizes)
+    path = write_sft_config(tmp_path, name="sft.toml", run=run | {"name": "sft"}, data=data, sft=sizes, pack=pack)
     assert set(run_ranks(2, without_curves, sft.main, [str(path)], timeout_s=250.0)) == {0}
     found = [row["update/loss"] for row in rows(tmp_path / "runs/sft")]
     assert len(found) == 20 and found[-1] < 0.5 * found[0], found

@@ -21,7 +21,7 @@ from spmdrl.families import LogitScale
 from spmdrl.model import policy, recurrent
 from spmdrl.model.supported import refusal_of_config
 from spmdrl.tools.model import answers, main, memory_line
-from spmdrl.tools.model_shrink import SIZES, save_tiny, shrunk
+from spmdrl.tools.model_shrink import SIZES, TOKENS_OF_IMAGES, TOWER, save_tiny, shrunk
 from spmdrl.tools.model_source import released, source_of
 from spmdrl.types import UserError
 
@@ -35,6 +35,7 @@ def test_the_tiny_model_differs_in_sizes_alone(name: str) -> None:
     assert released()[name]["source"]
     if refusal_of_config(config):
         return
+    of_real, of_tiny = config.to_dict(), shrunk(config).to_dict()
     real, tiny = config.get_text_config().to_dict(), shrunk(config).get_text_config().to_dict()
     number, layers = config.get_text_config().num_hidden_layers, shrunk(config).get_text_config().num_hidden_layers
     for setting, value in real.items():
@@ -46,6 +47,12 @@ def test_the_tiny_model_differs_in_sizes_alone(name: str) -> None:
     assert set(kinds) == set(tiny.get("layer_types") or [])  # at least one of each kind
     if kv_heads := real.get("num_key_value_heads"):
         assert real["num_attention_heads"] / kv_heads == tiny["num_attention_heads"] / tiny["num_key_value_heads"]
+    if "text_config" in of_real:  # and a tower
+        changed = {setting for setting in of_real if of_real[setting] != of_tiny[setting]} - STORED_ONLY
+        assert changed <= {"text_config", "vision_config", "mm_tokens_per_image", *TOKENS_OF_IMAGES}
+        tower, small = of_real["vision_config"], of_tiny["vision_config"]
+        changed = {setting for setting in tower if tower[setting] != small[setting]} - STORED_ONLY
+        assert changed <= {*TOWER, "out_hidden_size"}
 
 
 def without_logit_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +164,7 @@ def test_weights_of_few_bits_and_real_sizes_are_named() -> None:
     answer, remark = rows.ROWS["weights as published"](rows.Subject(source_of("gpt-oss-20b"), Path()), world)
     assert answer == "yes" and "mxfp4" in remark
     assert "predicted for 1 x 80 GiB" in memory_line(source_of("qwen3-0.6b").config)
+    assert "x 80 GiB" in memory_line(source_of("hunyuan-a13b").config)  # some of its sizes are lists
 
 
 SIZES_OF_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
