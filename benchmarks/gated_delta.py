@@ -7,10 +7,10 @@ padding.
 
 A pass is forward and backward of one layer in float32, with gradients of its input and its parameters; its projections
 are a part of it. The layer is a gated delta net of Qwen3-Next, of the sizes that are given, or Mamba 2 with a quarter
-of Nemotron 3 Nano's width and heads. The lengths of sequences follow a lognormal and are sorted, as packing does: `short`
-are those of `workload.py`'s tail, with its prompts, `long` has a median of 256 tokens. "per_length" calls transformers'
-layer once for each run of sequences of equal length, "padded" once for all. Passes of the three alternate in one
-process. Peak memory is what a pass adds at its worst, in a process of its own. Prints one JSON object.
+of Nemotron 3 Nano's width and heads. The lengths of sequences follow a lognormal and are sorted, as packing does:
+`short` are those of `workload.py`'s tail, with its prompts, `long` has a median of 256 tokens. "per_length" calls
+transformers' layer once for each run of sequences of equal length, "padded" once for all. Passes of the three alternate
+in one process. Peak memory is what a pass adds at its worst, in a process of its own. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -136,12 +136,14 @@ def _parts(decoder: Decoder, settings: ActivationSettings, *, level: Level) -> t
     head_norms = (b if settings.fused else _norm_bytes(decoder, settings, width=1)) * (a + k)
     head_norms = head_norms if decoder.has_head_norms else 0
     head_norms += 0 if decoder.passed_keys is None else _FLOAT32 * k
+    latents = (_FLOAT32 + 2 * b) * decoder.latent_width
     own = b * (4 * decoder.own_inputs + d) if decoder.own_inputs else 0
     tensors = (3 if settings.fused else 4) if decoder.has_gate else 2
+    gates = tensors * b * (decoder.mlp_width + decoder.shared_width)
     return (
         decoder.norms * _norm_bytes(decoder, settings),
-        b * d + head_norms + (_FLOAT32 + 2 * b) * decoder.latent_width + attention + b * (a + 2 * (a if settings.repeats_keys else k)),
-        own + b * d + tensors * b * (decoder.mlp_width + decoder.shared_width) + 2 * decoder.experts_per_token * b * d,
+        b * d + head_norms + latents + attention + b * (a + 2 * (a if settings.repeats_keys else k)),
+        own + b * d + gates + 2 * decoder.experts_per_token * b * d,
         b * (d + narrow) + _FLOAT32 * wide,
     )
 
