@@ -106,7 +106,9 @@ PROGRAMS = {
         options="--prompts 1 --group-size 2 --repeats 1 --threads 1",
         keys="spmdrl_s peer_s spmdrl_patches peer_patches features_mib ratio versions",
     ),
-    "gated_delta.py": Program(options="--cases short --tokens 200 --repeats 1", keys="cases headline versions"),
+    "gated_delta.py": Program(
+        options="--layer mamba2 --cases short --tokens 200 --repeats 1", keys="cases headline versions"
+    ),
     "prefix_tree.py": Program(options="--size 1 --scale 4 --repeats 1", keys="cases size threads versions"),
     "start.py": Program(options="--repeats 1", keys="first_step_s floor_s import_s median_first_step_s load_average"),
     "bench.py": Program(options="engine-natural --repeats 1 --threads 1 --results {folder}/results"),

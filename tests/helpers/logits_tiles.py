@@ -115,7 +115,13 @@ def require_near(ours: Tensor, theirs: Tensor) -> None:
 
 
 def peak_over_prediction(
-    tile: Tile, dtype: torch.dtype, hidden_size: int, *, on_gpu: bool, kind: Divergence | None = None
+    tile: Tile,
+    dtype: torch.dtype,
+    hidden_size: int,
+    *,
+    on_gpu: bool,
+    kind: Divergence | None = None,
+    softcap: float | None = None,
 ) -> float:
     """The head's memory at its peak, with the gradient of its weight, as a fraction of what is predicted; with `kind`,
     the divergence from a teacher of the same size is in the loss."""
@@ -125,7 +131,7 @@ def peak_over_prediction(
         torch.randn(rows, hidden_size, device=device_type).to(dtype).requires_grad_() for rows in (tokens, vocabulary)
     )
     targets = torch.arange(tokens, device=device_type)
-    inputs = (hidden, weight, None, targets, HeadOptions(Scale(0.7), chunk), Head(linear, tile=tile))
+    inputs = (hidden, weight, None, targets, HeadOptions(Scale(0.7, softcap), chunk), Head(linear, tile=tile))
     teacher = TeacherHead(weight=torch.randn_like(weight), bias=None, scale=Scale())
     taught = {"teacher": teacher, "teacher_hidden": torch.randn_like(hidden), "kind": kind}
     with PeakWatch(interpreted=on_gpu and device_type == "cpu") as watch:
