@@ -221,7 +221,7 @@ def _num_rotary(text: Any) -> int:
 
 
 def _width_beside_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the width of the MLP that every token goes through in a layer of experts; 0 without one."""
+    """Return the width of the MLP beside the experts of a layer, which every token has; 0 without one."""
     layers = [match.group() for name in expert_names(shapes) if (match := _LAYER.search(name))]
     beside = [n for n in shapes.keys() - expert_names(shapes) if layers and layers[0] in n and n.endswith(_LAST_OF_MLP)]
     return sum(shapes[name][-1] for name in beside)
