@@ -30,7 +30,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.config import Config
 from spmdrl.config.plan import router_lines
 from spmdrl.dist.session import default_device_type
-from spmdrl.engine.registry import start_engine
+from spmdrl.engine.start import start_engine
 from spmdrl.envs.client import open_environments
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learner import POLICY, start_learners

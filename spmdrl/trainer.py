@@ -30,7 +30,7 @@ from spmdrl.config.plan import router_lines
 from spmdrl.dist.collectives import gather_objects, merge_over
 from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
-from spmdrl.engine.registry import start_engine
+from spmdrl.engine.start import start_engine
 from spmdrl.learn.coefficients import adapt_coefficients
 from spmdrl.learn.learner import POLICY, start_learners
 from spmdrl.learn.source_objective import policy_objective

@@ -40,7 +40,7 @@ from spmdrl.data.tokenizer import load_tokenizer, stop_token_ids
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
 from spmdrl.dist.session import default_device_type
-from spmdrl.engine.registry import engine_class
+from spmdrl.engine.start import engine_class
 from spmdrl.families import vision_family
 from spmdrl.learn.objective import policy_loss_problems
 from spmdrl.learn.optim import optimizer_problems

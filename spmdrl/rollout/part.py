@@ -18,7 +18,7 @@ from spmdrl.config import Config
 from spmdrl.config.plan import Plan
 from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts
 from spmdrl.rewards.client import Pending
 from spmdrl.rollout.clock import TOKENS_PER_TICK, TokenClock
 from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success

@@ -13,7 +13,7 @@ from spmdrl.config import Config, RefitConfig
 from spmdrl.config.rewards import POLICY
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts
 from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending

@@ -23,7 +23,6 @@ from spmdrl.dist.collectives import Link, gather_objects
 from spmdrl.dist.mesh import Meshes
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.registry import start_engine
 from spmdrl.engine.remote import (
     ANNOUNCED,
     FIRST,
@@ -38,7 +37,7 @@ from spmdrl.engine.remote import (
     Shutdown,
     expected_by,
 )
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts, start_engine
 from spmdrl.faults.watch import StopRequest
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest

@@ -8,8 +8,7 @@ from typing import Any
 from spmdrl import checkpoint
 from spmdrl.config import Config
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.registry import engine_problems
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts, engine_problems
 from spmdrl.rollout.files import RecordedSampler, recording_problems
 from spmdrl.rollout.remote import RemoteSampler
 from spmdrl.rollout.sampler import LocalSampler, Sampler

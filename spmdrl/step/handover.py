@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config, OffloadConfig
 from spmdrl.dist.collectives import gather_objects, host_barrier
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts
 from spmdrl.memory.device import MemoryPlan, gib
 from spmdrl.model.offload import TrainerMemory
 from spmdrl.refit.refit import Refitting

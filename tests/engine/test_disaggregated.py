@@ -18,9 +18,8 @@ from spmdrl.config import Config
 from spmdrl.config.plan import make_plan
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import spmd_session
-from spmdrl.engine.registry import start_engine
 from spmdrl.engine.remote import RemoteEngine
-from spmdrl.engine.restart import Restarts
+from spmdrl.engine.start import Restarts, start_engine
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from spmdrl.config import Config, read_config
-from spmdrl.engine.registry import engine_problems
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang import surroundings
+from spmdrl.engine.start import engine_problems
 from spmdrl.model.load import load_model_config
 from spmdrl.train import main
 from spmdrl.types import UserError

@@ -23,7 +23,7 @@ from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.engine.registry import start_engine
+from spmdrl.engine.start import start_engine
 from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard

@@ -20,14 +20,14 @@ from torch.distributed import HashStore, Store
 from transformers import AutoModelForCausalLM
 
 import spmdrl.dist.collectives
-import spmdrl.engine.restart
+import spmdrl.engine.start
 import spmdrl.rollout.collect
 from spmdrl.algo.metrics import merge_all, scalars
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.restart import MAX_RESTARTS, Restarts
+from spmdrl.engine.start import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
@@ -99,7 +99,7 @@ class Mesh:
 
 @pytest.fixture(autouse=True)
 def _threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect, spmdrl.engine.restart):
+    for module in (spmdrl.dist.collectives, spmdrl.rollout.collect, spmdrl.engine.start):
         monkeypatch.setattr(module, "gather_objects", lambda mesh, value: mesh.gather(value))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config, read_config
-from spmdrl.engine.registry import engine_problems
+from spmdrl.engine.start import engine_problems
 from spmdrl.types import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
