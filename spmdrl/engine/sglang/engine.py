@@ -108,11 +108,11 @@ class SGLangEngine(RolloutEngine):
         self._released: set[str] = set()
         self._adapters = AdapterSlots(self._share)
         self._salts = CacheSalts(options.max_cache_age)
-        self._parcels: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
+        self._handles: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
         self._folder = tempfile.TemporaryDirectory(prefix="spmdrl-digests-")
         self._list = Path(self._folder.name, "scales.json")  # the engine's own weights in e4m3
-        self._questions = sglang_loader.DigestRequests(Path(tempfile.mkdtemp(dir=self._folder.name)))
+        self._digest_requests = sglang_loader.DigestRequests(Path(tempfile.mkdtemp(dir=self._folder.name)))
         self._expected: dict[str, str] = {}  # digests, of all refits
         self._asked: set[str] = set()  # weights of this refit whose digests are asked for
         self._loading: Future[Any] | None = None
@@ -147,7 +147,6 @@ class SGLangEngine(RolloutEngine):
 
     @classmethod
     def start_receiver(cls, run: Launch[Config]) -> RolloutEngine:
-
         options = sglang_options(run.cfg, run.plan, run.world, run.inputs.model_config)
         return DisaggregatedSGLangEngine(
             options, run.meshes, model_config=run.inputs.model_config, images=run.inputs.images.store
@@ -155,7 +154,6 @@ class SGLangEngine(RolloutEngine):
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
-
         tp_size = run.cfg.rollout.tp_size
         shares = [
             TpShard.of(
@@ -305,9 +303,9 @@ class SGLangEngine(RolloutEngine):
         are_known = buckets is self._buckets and buffers is self._buffers
         super().begin_update(buckets, buffers, version=version)
         if not are_known:
-            self._parcels = [self._parcel(number) for number in range(len(buckets))]
+            self._handles = [self._handle(number) for number in range(len(buckets))]
         # Anew for each refit: a handle to host memory counts how often it was opened, and may be opened once.
-        mine = [sglang_process.serialized(*parcel) for parcel in self._parcels]
+        mine = [sglang_process.serialized(*handle) for handle in self._handles]
         self._payloads = gather_objects(self._mesh, mine)
         self._open_update()
 
@@ -322,16 +320,18 @@ class SGLangEngine(RolloutEngine):
                 if self._process is not None and not self._process.is_dead():
                     require_same_list(self._list, self._buckets, self._share)
 
-    def _parcel(self, number: int) -> tuple[str, sglang_process.Handle]:
+    def _handle(self, number: int) -> tuple[str, sglang_process.Handle]:
         bucket, buffer = self._buckets[number], number % len(self._buffers)
         stays_open = self.device.type == self._mesh.device_type
         description = sglang_loader.described(
-            bucket, buffer=buffer, stays_open=stays_open, question=self._questions.path(number)
+            bucket, buffer=buffer, stays_open=stays_open, question=self._digest_requests.path(number)
         )
         return description, sglang_process.Handle(self._buffers[buffer][: bucket.num_bytes])
 
     def load(self, number: int) -> None:
-        """The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
+        """Let `loader.load_bucket` copy it, in SGLang's processes.
+
+        The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
         assert self._loading is None, "wait for the bucket before"
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # another process cannot see what this one's stream has yet to do
@@ -382,13 +382,13 @@ class SGLangEngine(RolloutEngine):
         self._asked |= expected.keys()
         is_last = number == len(self._buckets) - 1
         left_out = self._expected.keys() - self._asked if is_last else set()
-        self._questions.ask(number, [*expected, *left_out])
+        self._digest_requests.ask(number, [*expected, *left_out])
         return expected
 
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
         host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
-        found = self._questions.take_answers()
+        found = self._digest_requests.take_answers()
         self._expected |= expected  # what a refit leaves out must stay as it was
         mine = [name for name in self._expected.keys() | found.keys() if self._expected.get(name) != found.get(name)]
         everyones = gather_objects(self._mesh, mine)
@@ -517,7 +517,9 @@ class DisaggregatedSGLangEngine(SGLangEngine):
         self._open_update()
 
     def load(self, number: int) -> None:
-        """The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
+        """Let `loader.load_bucket` copy it, in SGLang's processes.
+
+        The last bucket carries the version, and drops the cache of the old weights unless some of it may be used."""
         assert self._loading is None, "wait for the bucket before"
         is_last = number == len(self._buckets) - 1
         entries = self._buckets[number].flat_entries

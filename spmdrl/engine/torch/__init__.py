@@ -1,1 +1,8 @@
-"""The torch engine: continuous batching with a cache, on the transformers model itself, in the rank's process."""
+"""The torch engine: continuous batching with a cache, on the transformers model itself, in the rank's process.
+
+engine      requests in, responses out; weights and adapters of a refit
+scheduler   which requests wait and which run
+runner      forward passes: prefill, extend, decode
+cache       keys, values and states of the rows that run, and of prefixes
+sampling    tokens of logits
+"""
