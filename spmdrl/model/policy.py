@@ -317,9 +317,9 @@ class Policy(PackedModel):
         self.next_token_divergence = operators.next_token_divergence
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
-        """Compute logprobs and entropy of the `predicted` tokens: the trunk, then `next_token_logprobs` of `logprobs.py`
-        or, with an engine's bits, of `exact/`. In an update that distils, add the divergence of those for which there
-        are a teacher's hidden states."""
+        """Compute logprobs and entropy of the `predicted` tokens: the trunk, then `next_token_logprobs` of
+        `logprobs.py` or, with an engine's bits, of `exact/`. In an update that distils, add the divergence of those for
+        which there are a teacher's hidden states."""
         predicting, head = self._predict(micro_batch, micro_batch.predicted), self._head()
         if self.teaching is not None and micro_batch.teacher_outputs:
             columns = self._taught(micro_batch, predicting, head)
