@@ -111,7 +111,7 @@ def train(run: Launch[Config]) -> None:
                 batch = build_batch(sequences, plan, meshes, **cfg.weighting)
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():
-                with report.span("images"):  # a frozen tower looks once at each, for all that follows
+                with report.span("images"):  # a frozen tower encodes each once, for all that follows
                     batch, probes, vision_metrics = images.fill(batch, probes)
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, probes, meshes)

@@ -176,11 +176,11 @@ class PromptsConfig(Section):
     overlong: Literal["error", "drop"] = "error"
     """Prompts longer than `max_prompt_tokens` are an error that names the row, or are dropped and counted."""
     min_pixels: Count | None = None
-    """Smaller images are enlarged to so many pixels, for models that take images of different sizes. Unset: as the
-    model's processor says."""
+    """Smaller images are enlarged to this number of pixels, for models that take images of different sizes. Unset: as
+    the model's processor says."""
     max_pixels: Count | None = None
-    """Larger images are shrunk to so many pixels, for models that take images of different sizes; a token shows 784 to
-    1024 of them. Unset: as the model's processor says."""
+    """Larger images are shrunk to this number of pixels, for models that take images of different sizes; a token shows
+    784 to 1024 of them. Unset: as the model's processor says."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MAX_IMAGE_PIXELS)] = 2**26
     """Pixels of an image in the data; one that has more is an error that names the row, and is not decoded."""
     image_store_gib: Positive | None = None
@@ -243,7 +243,7 @@ class PackConfig(Section):
     of an episode's turns, a system prompt. Budget and balance count them once, too. Where this would not save a tenth
     of a mini-batch's cost, it is packed as with `off`. See `docs/packing.md`."""
     max_patches_per_pass: Count = 16384
-    """Most patches of images that a frozen tower, or the torch engine's, looks at in one pass, unless one image has
+    """Most patches of images that a frozen tower, or the torch engine's, encodes in one pass, unless one image has
     more by itself."""
 
 

@@ -34,7 +34,7 @@ class ModelConfig(Section):
     package is installed: FlashAttention 3 on Hopper, ring_flash_attn under context parallelism."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """Parameters that are not trained, by patterns of their names in the base model, such as `["layers.0.*"]`. Unset:
-    the tower of a model that looks at images, which then looks at each image once a step. `[]` trains all."""
+    the tower of a model with images, which then encodes each image once a step. `[]` trains all."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations that the backward pass computes again instead of keeping: none; those of whole decoder layers; or
     `selective`, only norms, rotary embeddings and activation functions, so that no matrix product runs twice."""
@@ -91,7 +91,7 @@ def cp_style_needs_cp(parallel: ParallelConfig) -> Iterator[str]:
 # The table about adapters.
 
 
-QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are kept
+QuantizedBase = Literal["nf4", "8bit"]  # bits in which the base's weights are stored
 Alpha = Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]  # float32 must represent what it multiplies
 _FROM_DIRECTORY = ("rank", "alpha", "rslora", "targets", "init")
 
@@ -178,7 +178,7 @@ class OptimConfig(Section):
     decay_steps: NonNegativeInt = 0
     """`wsd` only: length of the fall."""
     min_lr_fraction: Fraction = 0.0
-    """The schedule never goes below this times `lr` after warm-up."""
+    """The schedule never falls below this times `lr` after warm-up."""
     expert_bias_rate: Positive | None = None
     """Mixtures that choose experts by scores with a bias, such as DeepSeek-V3: after each update, the bias of an
     expert that had fewer of its loss tokens than the mean of its layer is raised by this, and that of one with more is

@@ -121,11 +121,11 @@ class ExportConfig(Section):
 
 class ResumeConfig(Section):
     checkpoint: PathText = "auto"
-    """`auto` goes on from the newest checkpoint in the run's folder, and stops when that cannot be loaded. `never`
+    """`auto` continues from the newest checkpoint in the run's folder, and stops when that cannot be loaded. `never`
     refuses a folder that holds a run. The directory of a checkpoint, of any run: start from it while this run has no
     checkpoint of its own."""
     allow_older: bool = False
-    """When the newest checkpoint cannot be loaded, go on from the newest one that can."""
+    """When the newest checkpoint cannot be loaded, continue from the newest one that can."""
     changed: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Settings, or whole tables of them, that may differ from those the checkpoint was saved with. Settings that do
     not change the results always may: see `docs/checkpoints.md`."""

@@ -115,8 +115,8 @@ def words(files: Iterable[Path]) -> Counter[str]:
     for path in files:
         for node in ast.walk(parsed(path)):
             texts = [getattr(node, field, None) for field in ("name", "id", "arg", "attr")]
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-                texts.append(ast.get_docstring(node))
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                texts.append(node.value.value)  # a docstring, of a setting or field too
             for text in texts:
                 if isinstance(text, str):
                     plain = re.sub(r"held[-_ ]outs?", "", text.lower()).replace("_", " ")
