@@ -204,8 +204,8 @@ class RefitConfig(Section):
     GPU 1 GiB, or the power of 2 below 1/64 of its memory where that is less; in host memory 128 MiB."""
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
     """Path of the buckets to SGLang's processes: `cuda_ipc` leaves them on the device, `shared_memory` leads through
-    the host. `auto` is `cuda_ipc` where that works, and prints a line where it does not. `disaggregated` engines get the
-    buckets by NCCL instead, or by gloo on a CPU."""
+    the host. `auto` is `cuda_ipc` where that works, and prints a line where it does not. `disaggregated` engines get
+    the buckets by NCCL instead, or by gloo on a CPU."""
     verify: Literal["every", "first"] | Count = "every"
     """Refits after which the engine's weights are compared with the trainer's by digest: every one, the first of a
     launch, or every N-th. A difference stops the run and names the tensors."""
