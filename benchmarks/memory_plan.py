@@ -99,7 +99,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     from gpu_step import micro_batch
     from results import commit_id
 
-    from spmdrl.preflight.shapes import published_config
+    from spmdrl.tools.model_source import published_config
 
     config = published_config(case["shape"])
     lengths = [SEQUENCE_TOKENS] * (case["tokens"] // SEQUENCE_TOKENS)
@@ -229,7 +229,7 @@ def model_of(shape: str, has_adapters: bool) -> Any:
     """Return the shapes of a model's weights."""
     from spmdrl.config import LoraConfig, ModelConfig
     from spmdrl.preflight.forecast import Model
-    from spmdrl.preflight.shapes import published_config
+    from spmdrl.tools.model_source import published_config
 
     return Model.read(
         published_config(shape), ModelConfig(path="random"), lora=LoraConfig(rank=16) if has_adapters else None

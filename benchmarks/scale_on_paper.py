@@ -27,7 +27,8 @@ from spmdrl.faults.text import Parser, say
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.shapes import PUBLISHED, decoder_of, expert_names, forward_flops, published_config
+from spmdrl.preflight.shapes import decoder_of, expert_names, forward_flops
+from spmdrl.tools.model_source import published_config, shapes
 from spmdrl.tools.program import program
 
 _BF16, _FLOAT32 = 2, 4
@@ -439,7 +440,7 @@ def rates_table(machine: Machine) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table, or JSON; return the exit code."""
     parser = Parser(description="Predict the phases of a step on 8 to 1,024 H200.")
-    parser.add_argument("--models", nargs="+", choices=PUBLISHED, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=shapes(), default=MODELS)
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="multiples of 8")
     parser.add_argument("--rollouts", type=int, default=WORK.rollouts, help="of a step, over all GPUs")
     parser.add_argument("--mean-tokens", type=int, default=WORK.mean_tokens, help="of a response")

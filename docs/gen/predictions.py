@@ -15,8 +15,8 @@ from spmdrl.config import read_run_config
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.shapes import published_config
 from spmdrl.tools.fit import largest_parts, summary
+from spmdrl.tools.model_source import published_config
 
 _ROOT = Path(__file__).parents[2]
 EXAMPLE = _ROOT / "configs" / "qwen3-4b-math-1node.toml"

@@ -29,7 +29,7 @@ from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
 from spmdrl.preflight.other_models import read_frozen, read_reward_models
-from spmdrl.preflight.shapes import PUBLISHED, published_config
+from spmdrl.tools.model_source import published_config, shapes
 from spmdrl.tools.program import ToolConsole, inline, program
 from spmdrl.types import UserError
 
@@ -85,7 +85,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
     parser.add_argument("--ranks", type=int, required=True, help="ranks that torchrun will start, one for each GPU")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU in GiB")
-    parser.add_argument("--shape", choices=PUBLISHED, help="of a model that is not downloaded, instead of model.path's")
+    parser.add_argument(
+        "--shape", choices=shapes(), metavar="SHAPE", help="of a model that is not downloaded, instead of model.path's"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
     arguments = parser.parse_intermixed_args(argv)
     if not 1 <= arguments.ranks <= 10**6 or not 0.1 <= arguments.gpu_gib <= 1e5:

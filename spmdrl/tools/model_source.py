@@ -10,12 +10,14 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from tokenizers import Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.config.strict import read_json, shown
+from spmdrl.model.supported import refusal_of_config
 from spmdrl.preflight.hub import PREFIX, model_folder
 from spmdrl.types import UserError
 
@@ -39,6 +41,23 @@ class Source:
 def released() -> Mapping[str, Mapping[str, Any]]:
     """Return the table of released settings by short names."""
     return tomllib.loads(_RELEASED.read_text(encoding="utf-8"))
+
+
+@cache
+def shapes() -> Mapping[str, str]:
+    """Return the names in that table by those of model directories, such as `Qwen3-4B`."""
+    return {row["model"].rpartition("/")[2]: name for name, row in released().items()}
+
+
+def published_config(shape: str) -> Any:
+    """Make transformers' config of a released model, by its directory's name. Raises UserError for another name."""
+    if shape not in shapes():
+        raise UserError(f'the shape of "{shape}" is not known; name one of {", ".join(shapes())}')
+    config = source_of(shapes()[shape]).config
+    if refusal := refusal_of_config(config):
+        raise UserError(f"{shape}: {refusal}")
+    config.dtype = config.dtype or torch.bfloat16  # as nearly all are published
+    return config
 
 
 def source_of(given: str) -> Source:
