@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmdrl.faults.text import escaped, one_line
-from spmdrl.report.console import format_number
+from spmdrl.faults.text import one_line
 from spmdrl.report.curves import RUN_COLORS, Bands, chart_as_svg, draw_charts
 from spmdrl.report.pages import assembled
 from spmdrl.report.run_folder import RecordedRun
@@ -137,77 +135,23 @@ def draw_comparison(compared: Comparison, path: Path) -> None:
 
 def comparison_page(compared: Comparison) -> str:
     """Write the page."""
-    lines, charts = compared.lines, compared.charts()
-    title = "Comparison of " + ", ".join(run.name for line in lines for run in line.runs)
-    markup = "\n".join(
-        [
-            f"<h1>{_text(title)}</h1>",
-            _legend(lines),
-            '<div class="charts">',
-            *(_figure(chart.title, name, compared.bands(name)) for chart, name in charts),
-            "</div>",
-            "<h2>Final values</h2>",
-            f"<p>Means over the last {FINAL_STEPS} steps, and over runs, with the standard deviation between runs.</p>",
-            _table(
-                ["", *(line.label for line in lines)],
-                ((chart.title, [_final(line.final(name)) for line in lines]) for chart, name in charts),
-            ),
-            "<h2>Settings that differ</h2>",
-            _differences_table(compared),
-        ]
+    return assembled(
+        "compare",
+        title="Comparison of " + ", ".join(run.name for line in compared.lines for run in line.runs),
+        lines=compared.lines,
+        num_colors=len(RUN_COLORS),
+        charts=[
+            {
+                "title": chart.title,
+                "name": name,
+                "picture": base64.b64encode(chart_as_svg(compared.bands(name))).decode(),
+                "finals": [line.final(name) for line in compared.lines],
+            }
+            for chart, name in compared.charts()
+        ],
+        final_steps=FINAL_STEPS,
+        differences=compared.differences,
     )
-    return assembled("compare", title=escaped(title), markup=markup)
-
-
-def _legend(lines: tuple[Line, ...]) -> str:
-    entries = []
-    for place, line in enumerate(lines):
-        runs = ", ".join(f"{run.name} (seed {run.settings.get('run.seed', 'unknown')})" for run in line.runs)
-        entries.append(
-            f'<li class="l{place % len(RUN_COLORS)}"><span class="swatch"></span>{_text(line.label)} '
-            f"<small>{_text(runs)}</small></li>"
-        )
-    return f'<ul class="legend">{"".join(entries)}</ul>' + (
-        "<p>A band is from the lowest to the highest of runs that differ by their seed alone; the line is their mean."
-        " Curves are smoothed.</p>"
-        if any(len(line.runs) > 1 for line in lines)
-        else "<p>Curves are smoothed.</p>"
-    )
-
-
-def _differences_table(compared: Comparison) -> str:
-    if not compared.differences:
-        return "<p>None.</p>"
-    rows = ((name, [_text(value) for value in values]) for name, values in compared.differences.items())
-    return _table(["", *(line.label for line in compared.lines)], rows)
-
-
-def _final(final: Final | None) -> str:
-    if final is None:
-        return "<small>not measured</small>"
-    spread = "" if final.deviation is None else f" <small>± {format_number(final.deviation)}</small>"
-    return f"{format_number(final.mean)}{spread}"
-
-
-def _table(head: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> str:
-    """A table; the cells of its rows are markup."""
-    top = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    body = "".join(
-        f"<tr><th>{_text(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, cells in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _figure(title: str, name: str, bands: Bands) -> str:
-    picture = base64.b64encode(chart_as_svg(bands)).decode()
-    return (
-        f"<figure><figcaption>{_text(title)}<code>{_text(name)}</code></figcaption>"
-        f'<img src="data:image/svg+xml;base64,{picture}" alt="{_text(title)} by step"></figure>'
-    )
-
-
-def _text(text: str) -> str:
-    return html.escape(escaped(text))
 
 
 # A forecast of a run's end from its first half, by the sigmoid of ScaleRL (arXiv 2510.13786, equation 1).
