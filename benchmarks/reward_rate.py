@@ -24,7 +24,7 @@ import psutil
 
 from spmdrl.config import RewardConfig
 from spmdrl.rewards.client import RewardPool
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 
 MODES = ("strict", "off")
 TARGET_PER_S, CORES = 10_000, 2

@@ -1,24 +1,37 @@
-"""Checks of what a run would start: its environment, and a model that sees images."""
+"""Checks of what a run would start besides the policy: an environment, a tower for images, other models, judges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import Config, Section, TuningConfig
+from spmdrl.config import Config, JudgeReward, ModelConfig, Section, SftConfig, TuningConfig
+from spmdrl.config.distill import REFERENCE
 from spmdrl.config.environment import SummaryContext
+from spmdrl.config.plan import Plan
 from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.data.stream import PromptStream
+from spmdrl.data.tokenizer import ScoredText, load_tokenizer
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake
 from spmdrl.envs.client import Environments, open_environments
 from spmdrl.families import vision_family
+from spmdrl.faults.text import one_line
+from spmdrl.model.frozen import settings_of
+from spmdrl.model.load import load_model_config, read_model_config
+from spmdrl.model.reward_model import num_labels_of, reward_model_problems
+from spmdrl.preflight.forecast import Model
+from spmdrl.rewards.client import item_of
+from spmdrl.rewards.judge import Judges, question_about, scores_in
 from spmdrl.rollout.env_context import parser_problems, spans_of, start_of
+from spmdrl.rollout.policy_judge import question_ids
 from spmdrl.run import Inputs
+from spmdrl.step.hints import Lessons
 from spmdrl.types import UserError
 
 # Try the environment before anything expensive: can it be started, reset with the first prompt, and appended to?
@@ -146,3 +159,222 @@ def decoded_lines(cfg: Config | TuningConfig, inputs: Inputs) -> Iterator[str]:
         shown = [prompt.images for prompt in stream.take(0, num_prompts)]
     num_images = len({image.digest for images in shown for image in images})
     yield f"images of the first step, all decoded: {num_images}"
+
+
+# Checks of the models beside the policy, before weights are read: frozen ones, those that reward, and judges.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model of a run, before its weights are read."""
+
+    setting: str  # that names its directory
+    cfg: ModelConfig
+    config: Any  # transformers'
+    drops_head: bool = False  # for one number instead of a distribution over tokens
+    name: str = ""  # of one beside the policy
+
+
+def frozen_directories(cfg: Config | TuningConfig) -> dict[str, ModelConfig]:
+    """The settings of the frozen models that have a directory other than the policy's, by name."""
+    return {
+        name: settings_of(one, cfg.model)
+        for name, one in cfg.frozen_models.items()
+        if one.path is not None and one.path != cfg.model.path
+    }
+
+
+def open_frozen(name: str, cfg: ModelConfig) -> OpenedModel:
+    """Read the config of a frozen model. Raises UserError like `load_model_config`."""
+    with _errors_about(f"models.{name}"):
+        return OpenedModel(f'models.{name}.path = "{cfg.path}"', cfg, load_model_config(cfg), name=name)
+
+
+def read_frozen(cfg: Config | TuningConfig) -> dict[str, Model]:
+    """Read the shapes of the frozen models of other directories, by name; needs no weights. Raises UserError."""
+    found = {}
+    for name, settings in frozen_directories(cfg).items():
+        with _errors_about(f"models.{name}"):
+            found[name] = Model.read(read_model_config(settings), settings)
+    return found
+
+
+@contextmanager
+def _errors_about(table: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", f"{table}.path")) from error
+
+
+def frozen_problems(
+    cfg: Config | TuningConfig, policy: OpenedModel, model: OpenedModel, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Yield a sentence for each reason why a frozen model cannot say anything about the policy's tokens."""
+    if vision_family(policy.config) is not None:
+        yield (
+            f"{model.setting}: {policy.setting} looks at images, and would show the other model what its own tower "
+            f'makes of them; set models.{model.name}.adapters = "off" with [lora], or train a model of text'
+        )
+        return
+    with _errors_about(f"models.{model.name}"):
+        other = load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
+    if difference := first_difference(tokenizer.get_vocab(), other.get_vocab()):
+        yield (
+            f"{model.setting}: its vocabulary is another than that of {policy.setting}: {difference}; a model beside "
+            "the policy must have the same tokens"
+        )
+        return
+    own, its = (one.config.get_text_config().vocab_size for one in (policy, model))
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    if own == its or model.name == REFERENCE or distill is None or not distill.over_vocabulary:
+        return
+    # Rows beyond the tokenizer's tokens only fill up a head, and sizes of one family may have more or fewer of them.
+    if its < own and distill.needs_heads:
+        yield (
+            f"{model.setting}: its head has {its} rows, fewer than the {own} of {policy.setting}, so that it says "
+            'nothing about some that the policy has; set distill.divergence = "sampled_kl", or distill.top_k'
+        )
+    elif cfg.parallel.tp > 1:
+        yield (
+            f"{model.setting}: its head has {its} rows and that of {policy.setting} {own}, which parallel.tp = "
+            f'{cfg.parallel.tp} would divide unequally; set tp = 1, or distill.divergence = "sampled_kl"'
+        )
+
+
+def top_token_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
+    """Yield a sentence when all tokens would be among the most probable ones."""
+    distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    tokens = policy.config.get_text_config().vocab_size
+    if distill is not None and distill.top_k is not None and distill.top_k >= tokens:
+        yield f"distill.top_k = {distill.top_k} is not below the {tokens} tokens of {policy.setting}; remove it"
+
+
+def hint_problems(
+    cfg: Config | TuningConfig,
+    plan: Plan,
+    policy: OpenedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptStream,
+) -> Iterator[str]:
+    """Yield a sentence for each reason why teachers cannot see hints. Raises UserError for a first prompt without its
+    hint."""
+    if not isinstance(cfg, Config | SftConfig) or cfg.distill is None or not cfg.distill.hints:
+        return
+    if vision_family(policy.config) is not None:
+        yield f"distill.hint_column is for models of text, and {policy.setting} looks at images; remove it"
+        return
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = plan.max_sequence_tokens + cfg.distill.max_hint_tokens
+    if limit is not None and longest > limit:
+        yield (
+            f"a prompt with its hint and a response may have {longest} tokens, but the model was made for {limit} "
+            "(max_position_embeddings); lower distill.max_hint_tokens"
+        )
+    Lessons(cfg.distill, cfg.data, tokenizer)(prompts.take(0, 1)[0])
+
+
+def first_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str:
+    """Describe the first token, by number, that two vocabularies do not share; nothing when they are the same."""
+    own_tokens, other_tokens = ({number: token for token, number in one.items()} for one in (own, other))
+    for number in sorted(own_tokens.keys() | other_tokens.keys()):
+        mine, its = own_tokens.get(number), other_tokens.get(number)
+        if mine != its:
+            says = ["none" if token is None else repr(token) for token in (mine, its)]
+            return f"token {number} is {says[0]} of the policy and {says[1]} of the other"
+    return ""
+
+
+# Checks of the models that reward, before weights are read: can they be loaded, and do judges answer?
+
+
+def model_terms(cfg: Config | TuningConfig) -> list[int]:
+    """The places in `reward.terms` of those that are scores of models."""
+    return [*cfg.reward.model_terms] if isinstance(cfg, Config) else []
+
+
+def open_reward_model(cfg: Config, place: int) -> OpenedModel:
+    """Read the config of the reward model of a term. Raises UserError when it is none, or its label is not known."""
+    term, settings = cfg.reward.model_terms[place], cfg.scorer_model(place)
+    with _errors_about(_name(place)):
+        config = load_model_config(settings)
+        num_labels = num_labels_of(settings.path)
+        if problems := [*reward_model_problems(config, settings)]:
+            raise UserError("\n".join(problems))
+        if term.label is None and num_labels > 1:
+            raise UserError(
+                f'model.path = "{settings.path}" has {num_labels} labels, and the reward is the score of one of them; '
+                f"set reward.terms.{place}.label to 0 to {num_labels - 1}, or name a model of one label"
+            )
+        if term.label is not None and term.label >= num_labels:
+            raise UserError(
+                f'reward.terms.{place}.label = {term.label}, but model.path = "{settings.path}" has {num_labels} '
+                "labels, counted from 0"
+            )
+    setting = f'reward.terms.{place}.path = "{settings.path}"'
+    return OpenedModel(setting, settings, config, drops_head=True, name=_name(place))
+
+
+def open_reward_tokenizer(model: OpenedModel) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model. Raises UserError."""
+    with _errors_about(model.name):
+        return load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
+
+
+def text_problems(cfg: Config, place: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream) -> Iterator[str]:
+    """Yield a sentence when a reward model cannot read the first prompt and its answer."""
+    (prompt,) = prompts.take(0, 1)
+    try:
+        ScoredText(tokenizer, cfg.reward.model_terms[place].template)(prompt, prompt.answer or "answer")
+    except UserError as error:
+        yield f"{_name(place)}: {error}"
+
+
+def judge_problems(
+    cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptStream
+) -> Iterator[str]:
+    """Ask each judge about the first prompt and its reference answer, and yield a sentence where that gives no score.
+
+    The first rank asks, and only for a run that samples. Of the policy, which has no engine yet, only the question is
+    checked."""
+    if not isinstance(cfg, Config) or cfg.debug.load_rollouts is not None or os.environ.get("RANK", "0") != "0":
+        return
+    terms = {
+        _name(place): term.model_copy(update={"max_retries": min(1, term.max_retries)})
+        for place, term in enumerate(cfg.reward.terms)
+        if isinstance(term, JudgeReward)
+    }
+    if not terms:
+        return
+    (prompt,) = prompts.take(0, 1)
+    item = item_of(prompt, prompt.answer or "answer")
+    with Judges({name: term for name, term in terms.items() if not term.is_policy}) as judges:
+        for name, term in terms.items():
+            items = [item] * (1 if term.group is None else 2)
+            try:
+                question = question_about(items, term)
+                if term.is_policy:
+                    question_ids(tokenizer, term, question, cfg)
+                    continue
+                (answer,) = judges.answers(name, [question])
+                if isinstance(answer, ValueError):
+                    raise answer
+                scores_in(answer, term, len(items))
+            except ValueError as error:
+                reason = f"{name}: {one_line(str(error))}"
+                yield f"{reason}; a first question, about the first prompt, must get a score"
+
+
+def read_reward_models(cfg: Config | TuningConfig) -> dict[str, Model]:
+    """Read the shapes of the reward models by the names of their terms; needs no weights. Raises UserError."""
+    found = {}
+    for place in model_terms(cfg):
+        assert isinstance(cfg, Config), "only these have rewards"
+        settings = cfg.scorer_model(place)
+        with _errors_about(_name(place)):
+            found[_name(place)] = Model.read_critic(read_model_config(settings), settings)
+    return found
+
+
+def _name(place: int) -> str:
+    return f"reward.terms.{place}"

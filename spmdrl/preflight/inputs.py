@@ -62,21 +62,24 @@ from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.routes import balance_refusal, routes_refusal
 from spmdrl.model.tree_attention import tree_problems
 from spmdrl.model.weight_files import missing_weight_problems, weight_file_problems
-from spmdrl.preflight.checks import TriedEnvironment, environment_problems, open_environment, vision_problems
-from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.other_models import (
+from spmdrl.preflight.checks import (
     OpenedModel,
+    TriedEnvironment,
+    environment_problems,
     frozen_directories,
     frozen_problems,
     hint_problems,
     judge_problems,
     model_terms,
+    open_environment,
     open_frozen,
     open_reward_model,
     open_reward_tokenizer,
     text_problems,
     top_token_problems,
+    vision_problems,
 )
+from spmdrl.preflight.forecast import Model, Prediction, predict_here
 from spmdrl.preflight.shapes import with_costs
 from spmdrl.report import RunFolder
 from spmdrl.report.sinks import sink_problems

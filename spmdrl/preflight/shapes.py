@@ -79,6 +79,8 @@ def _first_width(config: Any, *names: str) -> int | None:
     return None
 
 
+_LAYER = re.compile(r"\.layers\.\d+\.")
+_LAST_OF_MLP = ("down_proj.weight", "output_linear.weight")
 _FIRST_BLOCK = re.compile(r"\.(blocks|layers)\.0\.")  # of a tower
 # Styles of a tensor-parallel plan whose weights are whole on every rank.
 _WHOLE = ("replicated", "sequence_parallel", "moe_", "ep_", "gather", "mla_")

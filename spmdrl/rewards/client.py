@@ -18,8 +18,7 @@ from spmdrl.config import JudgeReward, RewardConfig
 from spmdrl.data.tokenizer import decode
 from spmdrl.faults.text import lines, one_line
 from spmdrl.rewards.judge import Judges, question_about, scores_in
-from spmdrl.rewards.verifiers import RewardItem
-from spmdrl.rewards.worker import PROGRAM, RewardJob, Term
+from spmdrl.rewards.worker import PROGRAM, RewardItem, RewardJob, Term
 from spmdrl.types import Prompt, RewardOutcome, Rollout, UserError
 from spmdrl.workers.channel import bounded
 from spmdrl.workers.pool import INVALID_ANSWER, FailureKind, Session, WorkerPool, WorkerProgram, unprotected_in

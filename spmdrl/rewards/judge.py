@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from spmdrl.config.rewards import JudgeReward
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import of_error
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 from spmdrl.types import UserError
 
 Question = Mapping[str, Any]  # the body of a request

@@ -25,10 +25,10 @@ from spmdrl.memory.overhead import Parts
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
+from spmdrl.preflight.checks import read_frozen, read_reward_models
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
-from spmdrl.preflight.other_models import read_frozen, read_reward_models
 from spmdrl.tools.model_source import published_config, shapes
 from spmdrl.tools.program import ToolConsole, inline, program
 from spmdrl.types import UserError

@@ -17,7 +17,7 @@ from spmdrl.config.environment import EnvironmentConfig, PythonTool, ToolsEnviro
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rewards.client import RewardPool
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 from spmdrl.types import RewardOutcome
 from tests.helpers.pools import outcomes_of
 from tests.helpers.rewards import item, running

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.rewards.client import RewardPool
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 from spmdrl.types import RewardOutcome
 
 

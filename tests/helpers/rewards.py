@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 
 
 def item(response: str, answer: str | None = None, *, task: str = "default", **metadata: Any) -> RewardItem:

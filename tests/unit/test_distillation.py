@@ -22,9 +22,9 @@ from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.frozen import Follower
+from spmdrl.preflight.checks import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.inputs import open_inputs
-from spmdrl.preflight.other_models import OpenedModel, first_difference, frozen_problems, top_token_problems
 from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end
 from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines

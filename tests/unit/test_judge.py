@@ -20,7 +20,7 @@ from spmdrl.config import Config, DataConfig, DebugConfig, RewardConfig
 from spmdrl.config.rewards import JudgeReward
 from spmdrl.data.tokenizer import decode, encode_text
 from spmdrl.engine.protocol import RolloutEngine
-from spmdrl.preflight.other_models import judge_problems
+from spmdrl.preflight.checks import judge_problems
 from spmdrl.rewards.client import RewardClient, item_of, known_reward
 from spmdrl.rewards.judge import Cache, Judges, question_about, scores_in
 from spmdrl.rollout.policy_judge import PolicyJudge

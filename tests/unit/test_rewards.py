@@ -25,7 +25,7 @@ from spmdrl.config import (
     SandboxConfig,
 )
 from spmdrl.data.sources import ReasoningGymSource
-from spmdrl.rewards import verifiers
+from spmdrl.rewards import worker
 from spmdrl.rewards.client import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 from spmdrl.types import RewardOutcome, UserError
@@ -118,8 +118,8 @@ def misbehaving(function: Callable[..., FunctionReward], request: pytest.Fixture
 
 
 def test_exact_ignores_outer_white_space_only() -> None:
-    assert verifiers.exact(item(" 42\n", "42")) == 1.0
-    assert verifiers.exact(item("4 2", "42")) == verifiers.exact(item("42.", "42")) == 0.0
+    assert worker.exact(item(" 42\n", "42")) == 1.0
+    assert worker.exact(item("4 2", "42")) == worker.exact(item("42.", "42")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_exact_ignores_outer_white_space_only() -> None:
     ],
 )
 def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
-    assert verifiers.load_math()(item(response, answer)) == 1.0
+    assert worker.load_math()(item(response, answer)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -143,15 +143,15 @@ def test_math_accepts_equivalent_forms(answer: str, response: str) -> None:
     [("1/2", "0.51"), ("x^2+2x+1", "\\boxed{(x-1)^2}"), ("7", "7, or rather \\boxed{8}"), ("7", "no idea"), ("7", "")],
 )
 def test_math_refuses_other_answers(answer: str, response: str) -> None:
-    assert verifiers.load_math()(item(response, answer)) == 0.0
+    assert worker.load_math()(item(response, answer)) == 0.0
 
 
 def test_verifiers_need_their_reference_answer() -> None:
-    for verifier in (verifiers.exact, verifiers.load_math()):
+    for verifier in (worker.exact, worker.load_math()):
         with pytest.raises(ValueError, match="no reference answer"):
             verifier(item("7"))
     with pytest.raises(ValueError, match="no mathematics"):
-        verifiers.load_math()(item("7", ""))
+        worker.load_math()(item("7", ""))
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])
@@ -162,21 +162,21 @@ def test_reasoning_gym_scores_its_own_items(task: str) -> None:
         assert row.answer is not None
         scored = {"answer": row.answer, "task": task, **row.metadata}
         right, wrong = f"I think 5.\n<answer> {row.answer} </answer>", f"{row.answer}<answer>?</answer>"
-        assert verifiers.load_reasoning_gym()(item(row.answer + "\n", **scored)) == 1.0
-        assert verifiers.load_reasoning_gym()(item(right, **scored)) == 1.0
-        assert verifiers.load_reasoning_gym()(item(wrong, **scored)) < 1.0
+        assert worker.load_reasoning_gym()(item(row.answer + "\n", **scored)) == 1.0
+        assert worker.load_reasoning_gym()(item(right, **scored)) == 1.0
+        assert worker.load_reasoning_gym()(item(wrong, **scored)) < 1.0
 
 
 def test_reasoning_gym_scores_under_the_parameters_of_the_data() -> None:
     def puzzle(**params: int) -> float:
-        return verifiers.load_reasoning_gym()(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
+        return worker.load_reasoning_gym()(item("6 * 4 * 1 * 1", "", task="puzzle24", question="", params=params))
 
     assert puzzle() == puzzle(min_value=1) == 1.0
     assert puzzle(min_value=2) < 1.0
 
 
 def test_reasoning_gym_scores_rows_of_a_file() -> None:
-    assert verifiers.load_reasoning_gym()(item("+5.0", "5", task="chain_sum")) == 1.0
+    assert worker.load_reasoning_gym()(item("+5.0", "5", task="chain_sum")) == 1.0
 
 
 # The pool
@@ -387,7 +387,7 @@ def test_what_a_reward_has_detached_dies_with_a_killed_trainer(
 ) -> None:
     program = f"""
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 from spmdrl.rewards.client import RewardPool
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
 pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode={mode!r})))
@@ -406,7 +406,7 @@ pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metada
 def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward], mode: str) -> None:
     program = f"""
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.verifiers import RewardItem
+from spmdrl.rewards.worker import RewardItem
 from spmdrl.rewards.client import RewardPool
 from spmdrl.rewards.worker import PROGRAM
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
