@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.exact import invariant, sglang_kernels
-from spmdrl.model.exact.custom_backward import linear_by
 from spmdrl.model.kernels import SequenceLayout, causal_attention
+from spmdrl.model.linear import linear_by
 
 
 def use(patch: pytest.MonkeyPatch) -> None:

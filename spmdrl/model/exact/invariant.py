@@ -26,7 +26,7 @@ from transformers.activations import SiLUActivation
 
 from spmdrl.families import FAMILIES
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, SeenKeys
-from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
+from spmdrl.model.linear import linear_by, with_backward_of
 from spmdrl.model.logprobs import Head
 
 # Attention in which a query's result depends only on itself and on the keys it sees, to the bit; see invariant.py.

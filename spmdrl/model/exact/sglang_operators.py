@@ -23,7 +23,7 @@ from spmdrl.model import divergence, fused_plain, logprobs
 from spmdrl.model.attention_layer import Attend, AttentionLayer
 from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.exact import sglang_kernels as kernels
-from spmdrl.model.exact.custom_backward import linear_by, with_backward_of
+from spmdrl.model.linear import linear_by, with_backward_of
 from spmdrl.model.logprobs import HeadOptions
 from spmdrl.types import TopTokens
 
