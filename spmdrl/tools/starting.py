@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from spmdrl.config import Config, FileData, FileSettings, PreferencesConfig, SftConfig, TuningConfig
-from spmdrl.engine.sglang.images import image_problems
+from spmdrl.engine.sglang.requests import image_problems
 from spmdrl.tools.local import RANKS_WITHOUT_GPU
 from spmdrl.types import UserError
 

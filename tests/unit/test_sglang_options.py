@@ -31,11 +31,10 @@ from spmdrl.dist.session import World
 from spmdrl.engine.sglang import libraries
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_problems
-from spmdrl.engine.sglang.images import image_problems
 from spmdrl.engine.sglang.libraries import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
-from spmdrl.engine.sglang.routes import RouteReader, route_problems
+from spmdrl.engine.sglang.requests import RouteReader, image_problems, route_problems
 from spmdrl.model.load import load_model_config
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read

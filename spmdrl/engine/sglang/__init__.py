@@ -5,5 +5,6 @@ process                         SGLang's processes, and calls of them
 options, models, fewer_bits     SGLang's arguments, and which settings and models do not fit
 layout, loader                  where weights belong in SGLang; loader.py and scheduler.py run in its processes
 transport                       the way of a bucket to these
+requests, tool_calls            images and routes; calls in responses
 libraries, surroundings         what its processes need to start
 """

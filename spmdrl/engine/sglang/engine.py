@@ -38,10 +38,10 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import AdapterSlots
 from spmdrl.engine.sglang.fewer_bits import require_same_list
-from spmdrl.engine.sglang.images import image_fields
 from spmdrl.engine.sglang.layout import TpShard, sharded_parts, sharded_weights
 from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_problems
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
+from spmdrl.engine.sglang.requests import image_fields
 from spmdrl.engine.sglang.transport import Transport, choose_transport
 from spmdrl.families import vision_family
 from spmdrl.refit.bucket import AdapterVersion, Bucket, Naming

@@ -22,7 +22,6 @@ from spmdrl.engine.sglang import loader as sglang_loader
 from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_arguments, fewer_bits_problems
-from spmdrl.engine.sglang.images import image_arguments, image_problems
 from spmdrl.engine.sglang.models import (
     config_overrides,
     expert_problems,
@@ -31,7 +30,7 @@ from spmdrl.engine.sglang.models import (
     hybrid_problems,
     rotary_problems,
 )
-from spmdrl.engine.sglang.routes import RouteReader, route_problems
+from spmdrl.engine.sglang.requests import RouteReader, image_arguments, image_problems, route_problems
 from spmdrl.engine.sglang.surroundings import check_orphans, stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
 from spmdrl.families import family_of

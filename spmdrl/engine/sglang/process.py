@@ -32,8 +32,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from spmdrl.dist.session import outside_default_group
 from spmdrl.engine.protocol import EngineDied
-from spmdrl.engine.sglang.images import take_numbers_from_requests
 from spmdrl.engine.sglang.libraries import SETUP
+from spmdrl.engine.sglang.requests import take_numbers_from_requests
 from spmdrl.engine.sglang.surroundings import OWNER_VARIABLE, stand_ins
 from spmdrl.refit.bucket import Entry
 from spmdrl.types import UserError
