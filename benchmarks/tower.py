@@ -84,7 +84,7 @@ def main() -> None:
         store = ImageStore(Path(folder, "images"), max_bytes=2**30)
         micro_batches = step_of(store, policy, prompts=args.prompts, group_size=args.group_size)
         images = Images(policy, store, meshes, dtype=torch.float32, max_patches=16384)
-        found, metrics = images.look(micro_batches)
+        found, metrics = images.encode(micro_batches)
         features = {id(one): one.nbytes for batch in found for one in batch.image_features or ()}
         result = {
             "spmdrl_s": [],
@@ -96,7 +96,7 @@ def main() -> None:
             "versions": workload.versions(["torch", "transformers"]),
         }
         for _ in range(args.repeats):
-            result["spmdrl_s"].append(seconds(lambda: images.look(micro_batches)))
+            result["spmdrl_s"].append(seconds(lambda: images.encode(micro_batches)))
             result["peer_s"].append(seconds(lambda: in_every_pass(policy, store, micro_batches)))
         result["ratio"] = statistics.median(result["spmdrl_s"]) / statistics.median(result["peer_s"])
         store.close()

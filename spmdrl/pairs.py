@@ -52,13 +52,13 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
             with steps.phase("batch"):
                 batch = build_batch(read_comparisons(run, encode, step), plan, meshes, aggregation=PAIR_AGGREGATION)
             with run.report.span("images"):
-                batch, _, seen = images.fill(batch)
+                batch, _, vision_metrics = images.encode_batch(batch)
             with steps.phase("logprobs"):
                 batch = add_columns(batch, reference, meshes.training)
             with steps.phase("update"):
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)
-            values = steps.report(step, [batch.metrics, seen, updated])
+            values = steps.report(step, [batch.metrics, vision_metrics, updated])
             steps.finish(step, values)
 
 

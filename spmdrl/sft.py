@@ -47,7 +47,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
             with steps.phase("batch"):
                 batch = build_batch(read_pairs(run, encode, step, frozen.label), plan, meshes, **cfg.weighting)
             with run.report.span("images"):
-                batch, _, vision_metrics = images.fill(batch)
+                batch, _, vision_metrics = images.encode_batch(batch)
             with run.report.span("logprobs"):
                 batch = frozen.teach(batch, meshes)
             with steps.phase("update"), frozen.teaching():

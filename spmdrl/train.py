@@ -112,7 +112,7 @@ def train(run: Launch[Config]) -> None:
                 probes = probe_batches(collected.probes, meshes)
             with handover.training():
                 with report.span("images"):  # a frozen tower encodes each once, for all that follows
-                    batch, probes, vision_metrics = images.fill(batch, probes)
+                    batch, probes, vision_metrics = images.encode_batch(batch, probes)
                 with steps.phase("probe"):
                     probed = probe_metrics(policy, probes, meshes)
                 with steps.phase("logprobs"):

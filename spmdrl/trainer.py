@@ -226,7 +226,7 @@ class Loop:
             sequences = to_sequences(rollouts, meshes.training, self._frozen.label, **cfg.sequences)
             batch = build_batch(sequences, self._one_update, meshes, **cfg.weighting)
         self._wake()
-        batch, _, tower_metrics = self._images.fill(batch, [])
+        batch, _, vision_metrics = self._images.encode_batch(batch, [])
         policy = self._learners[POLICY]
         with self._phase("logprobs"):
             batch = add_logprobs(batch, self._learners, self._frozen, cfg, meshes)
@@ -248,7 +248,7 @@ class Loop:
             for mini_batch in batch.mini_batches:
                 forward_backward(policy, objective, mini_batch, meshes, self._now.done)
         self._now.advantages |= batch.advantages
-        self._now.metrics += [tower_metrics, batch.metrics]
+        self._now.metrics += [vision_metrics, batch.metrics]
 
     def optim_step(self) -> dict[str, float]:
         """Take an optimizer step with the gradients that are there; returns its metrics, the same on every rank.

@@ -1,7 +1,7 @@
 """The images of a step: a frozen tower encodes each of them once, whatever number of sequences and passes show it.
 
 A trained tower encodes them in every forward pass of its model, and gets their pixels with the micro-batches. In both
-cases an image may lie on any node: ranks that have its pixels look at it, or send them.
+cases an image may lie on any node: ranks that have its pixels encode it, or send them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spmdrl.types import ImageSpan, MicroBatch, Prompt, Rollout, UserError
 
 
 class Images:
-    """Gives micro-batches what their images look like to the model; nothing where there are none."""
+    """Encodes the images of micro-batches; does nothing where there are none."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class Images:
         *,
         dtype: torch.dtype,
         max_patches: int,
-        again: Callable[[Prompt], object] = lambda _: None,
-        again_observed: Callable[[Rollout], object] = lambda _: None,
+        restore_prompt: Callable[[Prompt], object] = lambda _: None,
+        restore_rollout: Callable[[Rollout], object] = lambda _: None,
     ) -> None:
         """`dtype` is that of features on the host, `max_patches` the most in one pass of the tower, unless one image
-        has more. `again` puts the images of a prompt into the store where they are missing, `again_observed` those that
-        an environment has shown."""
+        has more. `restore_prompt` puts the images of a prompt into the store where they are missing, `restore_rollout`
+        those that an environment has shown."""
         self._model, self._store, self._mesh = model, store, meshes.training
         self._dtype, self._max_patches = dtype, max_patches
-        self._again, self._again_observed = again, again_observed
+        self._restore_prompt, self._restore_rollout = restore_prompt, restore_rollout
         towers = model.trunk.towers
         self._is_trained = any(weight.requires_grad for tower in towers for weight in tower.parameters())
 
@@ -61,17 +61,17 @@ class Images:
         prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in all_of_them}
         with raise_on_all_ranks(self._mesh):
             for prompt in prompts.values():
-                self._again(prompt)
+                self._restore_prompt(prompt)
             for rollout in all_of_them:
-                self._again_observed(rollout)
+                self._restore_rollout(rollout)
 
-    def fill(self, batch: Batch, others: Sequence[MicroBatch] = ()) -> tuple[Batch, list[MicroBatch], Metrics]:
-        """Do what `look` does to the micro-batches of a batch and to others."""
+    def encode_batch(self, batch: Batch, others: Sequence[MicroBatch] = ()) -> tuple[Batch, list[MicroBatch], Metrics]:
+        """Call `encode` for the micro-batches of a batch, and for others."""
         own = batch.micro_batches
-        found, metrics = self.look([*own, *others])
+        found, metrics = self.encode([*own, *others])
         return batch.with_micro_batches(found[: len(own)]), found[len(own) :], metrics
 
-    def look(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Metrics]:
+    def encode(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Metrics]:
         """Return the micro-batches with what the model needs of their images; every rank that trains must call this.
 
         That are features of a frozen tower, and pixels for one that is trained. Raises UserError on all ranks when no
@@ -200,6 +200,6 @@ def start_images(run: Launch[SettingsT], model: PackedModel) -> Images:
         run.meshes,
         dtype=run.dtype,
         max_patches=run.cfg.pack.max_patches_per_pass,
-        again=run.inputs.prompts.restore,
-        again_observed=partial(restore_rollout, images=run.inputs.images),
+        restore_prompt=run.inputs.prompts.restore,
+        restore_rollout=partial(restore_rollout, images=run.inputs.images),
     )

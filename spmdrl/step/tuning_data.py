@@ -159,7 +159,7 @@ class HeldOutLoss:
         device = torch.device(self._meshes.training.device_type)
         parts: list[Metrics] = []
         self._pairs.restore_images()
-        micro_batches, _ = self._images.look(self._micro_batches)
+        micro_batches, _ = self._images.encode(self._micro_batches)
         for micro_batch in micro_batches:
             logprobs, mask = self._policy(micro_batch).logprobs, micro_batch.loss_mask.to(device)
             loss = -float(torch.where(mask, logprobs, 0.0).sum(dtype=torch.float64))
@@ -242,7 +242,7 @@ class HeldOutPairs:
     def __call__(self) -> Evaluation:
         """Return this rank's part of the metrics, means over pairs; every rank that trains must call this."""
         self._pairs.restore_images()
-        batch, _, _ = self._images.fill(self._batch)
+        batch, _, _ = self._images.encode_batch(self._batch)
         batch = add_columns(batch, self._forwards, self._meshes.training)
         metrics = measure(self._learner, batch.mini_batches, self._meshes)
         named = {name.replace("pairs/", "eval/"): value for name, value in metrics.items() if name.startswith("pairs/")}

@@ -101,7 +101,7 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     batch = build_batch(sequences, plan, meshes, **cfg.weighting)
     images = _images_of(run, policy, parts)
     images.restore(rollout for rollout, _ in outcomes)
-    batch, _, _ = images.fill(batch)
+    batch, _, _ = images.encode_batch(batch)
     batch = add_logprobs(batch, learners, frozen, cfg, meshes)
     batch = add_advantages(batch, cfg, learners[POLICY].coefficients, meshes)
     batch = correct(batch, cfg, meshes)
@@ -119,7 +119,7 @@ def _images_of(run: Run[Config], policy: Policy, parts: Sequence[Recording]) -> 
     with raise_on_all_ranks(run.meshes.training):
         prompts, images = open_training_prompts(run.cfg)
     observed = partial(restore_rollout, images=images)
-    return Images(policy, images.store, run.meshes, again=prompts.restore, again_observed=observed, **options)
+    return Images(policy, images.store, run.meshes, restore_prompt=prompts.restore, restore_rollout=observed, **options)
 
 
 def _settings(part: Recording) -> tuple[Config, Plan]:

@@ -181,7 +181,7 @@ def _shares(world: World, way: str, sequences: list[Sequence]) -> list[list[Sequ
 def _scores(policy: Policy, shares: list[list[Sequence]], store: ImageStore, meshes: Meshes) -> Scores:
     images = Images(policy, store, meshes, dtype=torch.float32, max_patches=24)
     made = [lay_end_to_end(share, {}, multiple=meshes.model.cp.size()) for share in shares]
-    micro_batches, _ = images.look(made)
+    micro_batches, _ = images.encode(made)
     logprobs: dict[int, Tensor] = {}
     for micro_batch in micro_batches:
         scores = policy(micro_batch)
