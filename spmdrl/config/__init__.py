@@ -27,10 +27,13 @@ from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import CriticConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from spmdrl.config.read import Draft, read_config, read_draft, read_run_config, read_table
 from spmdrl.config.rewards import (
+    ChoiceReward,
     CodeReward,
     ExactReward,
+    FormatReward,
     FunctionReward,
     JudgeReward,
+    LengthReward,
     MathReward,
     ModelReward,
     ReasoningGymReward,

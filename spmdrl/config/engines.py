@@ -83,6 +83,8 @@ def engine_facts(name: str) -> EngineFacts:
 
 def load_engine(name: str) -> object:
     """Load the class that `rollout.engine` names. Raises UserError when there is none."""
+    for sentence in engine_name_problems(name):
+        raise UserError(sentence)
     try:
         return load(ENGINES[name][0] if name in ENGINES else name)
     except ValueError as error:

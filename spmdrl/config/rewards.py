@@ -51,6 +51,39 @@ class MathReward(_Term):
     """1 when math-verify finds the response's final answer equal to the reference answer."""
 
 
+class ChoiceReward(_Term):
+    kind: Literal["choice"]
+    """Multiple choice: 1 when the letter that the response ends with is the reference answer. See `docs/data.md`."""
+
+
+THINK_AND_ANSWER = r"<think>((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>"
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return text
+
+
+class FormatReward(_Term):
+    kind: Literal["format"]
+    """1 when the whole response, stripped of white space, has the form of `pattern`."""
+    pattern: Annotated[str, AfterValidator(_pattern)] = THINK_AND_ANSWER
+    """A regular expression of Python's, whose dot matches line breaks too. The default asks for `<think>...</think>`
+    and then `<answer>...</answer>`."""
+
+
+class LengthReward(_Term):
+    kind: Literal["length"]
+    """1 up to `full_characters`, and from there linearly down to 0 at `max_characters`."""
+    full_characters: NonNegativeInt = 2000
+    """Characters of a response that cost nothing."""
+    max_characters: Count = 8000
+    """Characters from which a response earns nothing; more than `full_characters`."""
+
+
 class ReasoningGymReward(_Term):
     kind: Literal["reasoning_gym"]
     """The task's own scorer, 0 to 1, of the last `<answer>` tag or else of the stripped response."""
@@ -228,6 +261,9 @@ RewardTerm = Annotated[
     | FunctionReward
     | EnvironmentReward
     | CodeReward
+    | ChoiceReward
+    | FormatReward
+    | LengthReward
     | ModelReward
     | JudgeReward,
     Field(discriminator="kind"),
@@ -336,6 +372,16 @@ def kl_settings_need_kl_coef(reward: RewardConfig) -> Iterator[str]:
 def kl_horizon_needs_kl_target(reward: RewardConfig) -> Iterator[str]:
     if reward.kl_target_nats is None and is_set(reward, "kl_horizon"):
         yield "kl_horizon has no meaning without kl_target_nats; set both or remove it"
+
+
+@rule(RewardConfig)
+def lengths_fall_to_their_end(reward: RewardConfig) -> Iterator[str]:
+    for term in reward.terms:
+        if isinstance(term, LengthReward) and term.max_characters <= term.full_characters:
+            yield (
+                f"terms has max_characters = {term.max_characters}, which must be above full_characters = "
+                f"{term.full_characters}, where the reward begins to fall"
+            )
 
 
 @rule(RewardConfig)

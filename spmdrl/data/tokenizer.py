@@ -182,10 +182,21 @@ class Placeholder:
     token_id: int
 
 
+def require_model(path: str) -> None:
+    """Raise UserError where a directory of a model cannot be, and say what to set instead."""
+    if not Path(path).exists():
+        is_hubs = re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+        or_this = f', or to "hf:{path}", which is in huggingface_hub\'s cache or is fetched once' if is_hubs else ""
+        raise UserError(f'model.path = "{path}" does not exist; set it to a directory{or_this}')
+    if Path(path, "adapter_config.json").is_file() and not Path(path, "config.json").is_file():
+        raise UserError(
+            f'model.path = "{path}" holds adapters and no model; set lora.path to it, and model.path to their base'
+        )
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory; nothing is downloaded."""
-    if not Path(path).is_dir():
-        raise UserError(f"model.path = {path}: no such directory")
+    require_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (KeyboardInterrupt, SystemExit):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from spmdrl.types import UserError
@@ -34,6 +36,15 @@ class Network:
             return bool(socket.getaddrinfo(address, None))
         except (OSError, UnicodeError):
             return False
+
+
+def free_port() -> int:
+    """Find a port below those that Linux gives to connections: one of these may be taken before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def require_launch_environment() -> None:

@@ -123,8 +123,10 @@ class EnvironmentClient:
                 f"the environment's first reset took more than environment.step_timeout_s = "
                 f"{self._cfg.step_timeout_s:g} seconds"
             )
-        where = f"first reset failed{sandbox_hint('environment', self._cfg.sandbox)}"
-        raise UserError(f"the environment's {where}: {answer.reason}\n{answer.traceback}".rstrip())
+        # No sandbox makes a value another one.
+        is_of_values = answer.reason.startswith(("TypeError: ", "ValueError: "))
+        hint = "" if is_of_values else sandbox_hint("environment", self._cfg.sandbox)
+        raise UserError(f"the environment's first reset failed{hint}: {answer.reason}\n{answer.traceback}".rstrip())
 
     def open(
         self,

@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 _NOT_HANDED_ON = ("PYTHONHOME", "VIRTUAL_ENV")  # they belong to the rank's own packages, as its PYTHONPATH does
 LOAD_S = 600.0
 _POLL_S = 0.05
-_MAX_SHOWN_CHARACTERS = 4000  # of what a process that has failed printed
+_MAX_SHOWN_LINES = 20  # of what a process that has failed printed
 
 
 class VerifiersProcess:
@@ -98,7 +98,6 @@ def _written(source: VerifiersEnvironment) -> str:
 
 
 def _failure(python: str, problem: str, printed: str) -> UserError:
-    shown = lines(printed.strip()[-_MAX_SHOWN_CHARACTERS:])
-    last = shown.splitlines()[-1] if shown else problem
-    before = "" if shown == last else f"\n{shown}"
-    return UserError(f"environment.source cannot be loaded by {python}: {last}{before}")
+    shown = [line for line in lines(printed.strip()).splitlines() if line.strip()][-_MAX_SHOWN_LINES:] or [problem]
+    before = "".join(f"\n    {line}" for line in shown[:-1])  # indented, as what belongs to a sentence
+    return UserError(f"environment.source cannot be loaded by {python}: {shown[-1]}{before}")

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.config.model import QuantizedBase
 from spmdrl.config.strict import read_json
+from spmdrl.data.tokenizer import require_model
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.dist.session import default_device_type, return_freed_memory
 from spmdrl.model.attention import choose_kernel, fastest_varlen
@@ -76,16 +77,8 @@ def read_model_config(cfg: ModelConfig) -> Any:
 
     Raises UserError when the path holds no model, or a model that is not supported.
     """
-    if not Path(cfg.path).exists():
-        is_hubs = re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.path) is not None
-        or_this = f', or to "hf:{cfg.path}" with run.download = true' if is_hubs else ""
-        raise UserError(f'model.path = "{cfg.path}" does not exist; set it to a directory{or_this}')
+    require_model(cfg.path)
     if not (Path(cfg.path) / "config.json").is_file():
-        if (Path(cfg.path) / "adapter_config.json").is_file():
-            raise UserError(
-                f'model.path = "{cfg.path}" holds adapters and no model; set lora.path to it, and model.path to their '
-                "base"
-            )
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
         read_json(Path(cfg.path) / "config.json", dict[str, Any])

@@ -146,7 +146,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Speed and memory": (
         Chart("loss tokens per second", ("speed/loss_tokens_per_s",)),
         Chart("time of a step, s", ("time/step_s",)),
-        Chart("fullest device, GiB", ("memory/peak_gib",)),
+        Chart("peak memory of a rank, GiB", ("memory/peak_gib",)),
     ),
 }
 

@@ -227,6 +227,10 @@ def _ranks(run: Snapshot) -> RenderableType:
     return Group(summary, table)
 
 
+def _end_of(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
 def _samples(samples: Sequence[Row]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
@@ -235,7 +239,7 @@ def _samples(samples: Sequence[Row]) -> Table:
         reward = sample.get("reward")
         table.add_row(
             Text("reward " + (format_number(reward) if isinstance(reward, int | float) else "none"), style="bold"),
-            Text(escaped(str(sample.get("prompt", "")))[-60:], style="dim"),
+            Text(_end_of(escaped(str(sample.get("prompt", "")))), style="dim"),
             Text(escaped(str(sample.get("response", "")))),
         )
     return table

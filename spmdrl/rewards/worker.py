@@ -141,6 +141,42 @@ def environment(item: RewardItem) -> float:
     return item.environment_reward
 
 
+# What announces the final answer to a multiple choice, the surest form first. A letter is one that no other follows.
+_LETTER = r"[*_\s]*\(?([A-Za-z])\)?(?![A-Za-z'])"
+_CHOSEN = [
+    re.compile(form, re.IGNORECASE)
+    for form in (
+        rf"\\boxed\{{(?:\\text\{{)?{_LETTER}",
+        rf"<answer>{_LETTER}",
+        rf"\banswer(?: is|[*_]*:|[*_]* is:){_LETTER}",
+    )
+]
+_ALONE = re.compile(rf"{_LETTER}[.):*_\s]*")
+
+
+def choice(item: RewardItem) -> float:
+    """Return 1 if the last letter that the response gives as its answer is the reference answer's, else 0."""
+    answer = _ALONE.fullmatch(item.reference_answer().strip())
+    if answer is None:
+        raise ValueError(f"the reference answer of a multiple choice is one letter, not {item.answer!r}")
+    found = next((letters for form in _CHOSEN if (letters := form.findall(item.response))), None)
+    alone = _ALONE.fullmatch(item.response.strip())
+    chosen = found[-1] if found else alone[1] if alone else ""
+    return float(chosen.upper() == answer[1].upper())
+
+
+def load_format(*, pattern: str) -> Verifier:
+    """Make a verifier that returns 1 if the whole response, apart from white space around it, matches, else 0."""
+    form = re.compile(pattern, re.DOTALL)
+    return lambda item: float(form.fullmatch(item.response.strip()) is not None)
+
+
+def load_length(*, full_characters: int, max_characters: int) -> Verifier:
+    """Make a verifier that returns 1 up to a length, from there linearly less, and 0 from another length on."""
+    fall = max_characters - full_characters
+    return lambda item: min(1.0, max(0.0, (max_characters - len(item.response)) / fall))
+
+
 _MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -283,4 +319,7 @@ _LOADERS: dict[str, Callable[..., Verifier]] = {
     "reasoning_gym": load_reasoning_gym,
     "function": load_function,
     "code": load_code,
+    "choice": lambda: choice,
+    "format": load_format,
+    "length": load_length,
 }

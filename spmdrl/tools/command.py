@@ -52,7 +52,12 @@ PROGRAMS = {
 
 
 # What other projects call them.
-USUAL_NAMES = {"dpo": "pairs", "rm": "pairs", "reward": "pairs", "grpo": "train", "rl": "train", "opd": "distill"}
+USUAL_NAMES = {
+    **dict.fromkeys(("dpo", "rm", "reward"), "pairs"),
+    **dict.fromkeys(("grpo", "rl"), "train"),
+    "opd": "distill",
+    "push": "export --push",
+}
 
 
 @tolerates_lost_output

@@ -43,11 +43,12 @@ from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts
 from spmdrl.tools.evaluation_sets import GENERATED, known_sets, seen_in_training, set_tables
-from spmdrl.tools.init import choose, measure, parse
+from spmdrl.tools.init import KINDS, choose, measure, parse
 from spmdrl.tools.program import program, writing
 from spmdrl.tools.starting import RESPONSE_TOKENS, starting_tables
 from spmdrl.types import RewardOutcome, Rollout, UserError
 
+USUAL_REWARD = "math"  # of a file that is given as a set
 MAX_PROMPT_TOKENS = 2048  # of a set's question
 
 
@@ -70,11 +71,18 @@ def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     return cfg, run / "hf"
 
 
-def _of_set(run: str, name: str, overrides: Sequence[str], *, download: bool) -> tuple[Config, Path]:
-    """Settings for a run's exported model, or any model, and an evaluation set. Raises UserError."""
+def _of_set(
+    run: str, name: str, reward: str | None, overrides: Sequence[str], *, download: bool
+) -> tuple[Config, Path]:
+    """Settings for a run's exported model, or any model, and an evaluation set: a name, a file of data, or a
+    configuration. Raises UserError."""
     model = str(Path(run, "hf")) if Path(run, "hf", "config.json").is_file() else run
-    chosen = set_tables(name, download=download)
     folder = model_folder(model, download) if model.startswith(PREFIX) else model
+    if Path(name).suffix == ".toml":
+        return _of_settings(name, folder, overrides)
+    if Path(name).suffix in KINDS:
+        return _of_model(model, name, reward or USUAL_REWARD, overrides, download=download)
+    chosen = set_tables(name, download=download)
     limit = load_model_config(ModelConfig(path=folder)).get_text_config().max_position_embeddings
     prompt = min(MAX_PROMPT_TOKENS, limit // 2)
     data = {"max_prompt_tokens": prompt, "sources": chosen["sources"]}
@@ -95,6 +103,14 @@ def _of_set(run: str, name: str, overrides: Sequence[str], *, download: bool) ->
         "eval": {"num_prompts": chosen["num_prompts"], "sources": chosen["sources"]},
     }
     return _read(tables, overrides)
+
+
+def _of_settings(file: str, folder: str, overrides: Sequence[str]) -> tuple[Config, Path]:
+    """Settings for a model, with the held-out prompts, environment and rewards of a configuration. Raises UserError."""
+    cfg = with_files_here(read_config(Config, file, [f"model.path={json.dumps(folder)}", *overrides]))
+    if cfg.eval is None:
+        raise UserError(f"--set {file} has no [eval] section, so there are no held-out prompts")
+    return cfg, Path(folder)
 
 
 def _of_model(model: str, data: str, reward: str, overrides: Sequence[str], *, download: bool) -> tuple[Config, Path]:
@@ -214,17 +230,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", help="a run's folder, a model directory, or hf:ORGANISATION/NAME")
     parser.add_argument("override", nargs="*", help="section.key=value, such as eval.samples_per_prompt=8")
-    parser.add_argument("--set", metavar="NAMES", help=f"evaluation sets: {', '.join(known_sets())}, {GENERATED}TASK")
+    parser.add_argument(
+        "--set",
+        metavar="NAMES",
+        help=f"evaluation sets: {', '.join(known_sets())}, {GENERATED}TASK; a file of data; or a configuration, whose "
+        "[eval], [environment] and [reward] are taken",
+    )
     parser.add_argument("--download", action="store_true", help="fetch a set, data or a model that is not in the cache")
     parser.add_argument("--trained-on", metavar="RUN", help="count the questions that are in this run's data too")
     parser.add_argument(
         "--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet, or hf:ORGANISATION/NAME"
     )
-    parser.add_argument("--reward", metavar="KIND", help="of such a model: math, exact, code, or my.py:function")
+    parser.add_argument(
+        "--reward",
+        metavar="KIND",
+        help=f"of --data, as of spmdrl init; of a --set that is a file, {USUAL_REWARD} unless given",
+    )
     parser.add_argument("--items", type=Path, metavar="FILE", help="write each prompt with its responses as JSON lines")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with the --items of another evaluation")
     given = parser.parse_intermixed_args(argv)
-    if (given.data is None) != (given.reward is None):
+    if (given.data is None) != (given.reward is None) and given.set is None:
         raise UserError("--data and --reward belong together; give both, or neither for the held-out prompts of a run")
     transformers_logging.disable_progress_bar()  # the result is one line of JSON
     theirs = None if given.against is None else read_items(given.against)
@@ -239,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = None if trained_on is None else with_files_here(read_run_config(str(Path(trained_on, "config.toml")), []))
     if names:
         for name in names:
-            opened = _of_set(given.run, name, given.override, download=given.download)
+            opened = _of_set(given.run, name, given.reward, given.override, download=given.download)
             say(json.dumps({"set": name} | _evaluated(*opened, trained, given.items, theirs, str(given.against))))
     else:
         opened = (

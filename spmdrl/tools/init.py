@@ -47,7 +47,7 @@ from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.local import MODULES, program_of, run_name
 from spmdrl.tools.program import inline, option, program, writing
-from spmdrl.tools.starting import OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
+from spmdrl.tools.starting import COMPARING, OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
 from spmdrl.types import UserError
 
 IMAGES = ("images", "image")  # the usual names of their column, the likelier first
@@ -138,7 +138,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the images, if they are not beside the data",
     )
     parser.add_argument(
-        "--reward", type=option(str), metavar="KIND", help=f"{', '.join(REWARDS)}, or a function such as my.py:score"
+        "--reward",
+        type=option(str),
+        metavar="KIND",
+        help=f"{', '.join(REWARDS)}, or a function such as my.py:score; others after a comma count a tenth of it",
     )
     parser.add_argument(
         "--teacher", type=option(PathText), metavar="DIR", help="distill: the model to learn from, as --model"
@@ -181,7 +184,8 @@ def choose(arguments: argparse.Namespace) -> Choices:
     needs = TASKS[arguments.task].needs
     if needs is not None and getattr(arguments, needs) is None:
         setattr(arguments, needs, _ask(f"--{needs}", QUESTIONS[needs]))
-    _require_reward(arguments.reward, columns)
+    rewards = tuple(arguments.reward.split(",")) if arguments.reward is not None else ()
+    _require_rewards(rewards, columns, record)
     if arguments.teacher is not None:
         _here(model_folder, arguments.teacher, "--teacher", download=arguments.download)
     settings: dict[str, Any] = {"kind": kind, "path": path, "image_column": images, "image_root": arguments.image_root}
@@ -194,7 +198,7 @@ def choose(arguments: argparse.Namespace) -> Choices:
         data_file=file,
         other_columns=tuple(name for name in record if name not in (*columns.values(), images)),
         download=arguments.download,
-        reward=arguments.reward,
+        rewards=rewards,
         teacher=arguments.teacher,
         gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
         gpu_gib=arguments.gpu_gib,
@@ -212,12 +216,16 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
         raise UserError("--answer-column is for a reward, and there is none; give --reward, or remove it")
 
 
-def _require_reward(reward: str | None, columns: Mapping[str, str]) -> None:
+def _require_rewards(rewards: Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> None:
     """Raise UserError for a reward that is none, or has nothing to compare with."""
-    if reward is not None and reward not in REWARDS and ":" not in reward:
-        raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
-    if reward in ("math", "exact") and not columns["answer"]:
-        raise UserError(f"--reward {reward} compares with a reference answer; name its column with --answer-column")
+    for reward in rewards:
+        if reward not in REWARDS and ":" not in reward:
+            raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
+        if reward in COMPARING and not columns["answer"]:
+            raise UserError(
+                f"--reward {reward} compares with a reference answer; name its column with --answer-column: the data "
+                f"has {', '.join(record)}"
+            )
 
 
 def _columns(record: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, str]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -23,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, LoraConfig, PackConfig, ParallelConfig
 from spmdrl.config.plan import make_plan
+from spmdrl.dist.launcher import free_port
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
@@ -366,7 +364,7 @@ def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     What one of them raises is raised here, TimeoutError when one says nothing for minutes.
     """
-    meeting = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    meeting = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     calls = [(meeting | {"RANK": rank, "LOCAL_RANK": rank}, function, arguments) for rank in range(RANKS)]
     with _CONTEXT.Pool(RANKS) as pool:  # its end kills the ranks: one that used FSDP2 may abort when it exits by itself
         return [pickle.loads(found) for found in pool.starmap_async(_rank, calls, chunksize=1).get(_PATIENCE_S)]
@@ -377,12 +375,3 @@ def _rank(place: dict[str, Any], function: Callable[..., Any], arguments: tuple[
     variables = place | {"OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
     os.environ.update({name: str(value) for name, value in variables.items()})
     return pickle.dumps(function(*arguments))
-
-
-def _free_port() -> int:
-    """Find a port below those that Linux gives to connections."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as trial, suppress(OSError):
-            trial.bind(("127.0.0.1", port))
-            return port

@@ -340,6 +340,13 @@ def open_served(path: str, *, max_running: int) -> Served:
     )
 
 
+class Server(ThreadingHTTPServer):
+    """Takes the connections of a harness that opens hundreds at once; the usual backlog is 5."""
+
+    request_queue_size = 1024
+    daemon_threads = True
+
+
 @program("cannot serve")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program; returns the exit code."""
@@ -352,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     transformers_logging.disable_progress_bar()
     served = open_served(given.model, max_running=given.max_running)
     try:
-        server = ThreadingHTTPServer((given.host, given.port), functools.partial(Handler, served))
+        server = Server((given.host, given.port), functools.partial(Handler, served))
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{given.host}:{given.port} cannot be listened on ({reason}); choose another --port") from error

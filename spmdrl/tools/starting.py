@@ -15,11 +15,16 @@ from spmdrl.types import UserError
 
 # The usual names of columns, the likeliest first; "" where data may have none.
 PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction", "input")
-ANSWERS = ("answer", "label", "solution", "final_answer", "target", "ground_truth", "expected", "output", "")
+ANSWERS = (
+    *("answer", "label", "solution", "final_answer", "answerKey", "target", "ground_truth", "expected", "output"),
+    "",
+)
 RESPONSES = ("response", "completion", "output", "generation", "solution", "answer", "target", "label")
 CHOSEN = ("chosen", "chosen_response", "preferred")
 REJECTED = ("rejected", "rejected_response", "dispreferred")
-REWARDS = ("math", "exact", "code")
+REWARDS = ("math", "choice", "exact", "code", "format", "length")
+COMPARING = ("math", "choice", "exact")  # of these, with a reference answer
+BESIDE = 0.1  # weight of each reward after the first
 TEACHER = "teacher"  # its table in [models]
 
 GROUP_SIZE = 8
@@ -27,7 +32,7 @@ ROLLOUTS_PER_STEP = 512  # at least, whatever the number of GPUs, where the data
 ROWS_PER_STEP = 128  # at most, of answers in a file
 STEPS_PER_PASS = 50  # at least, over a file of as many answers
 MAX_HELD_OUT = 200
-RESPONSE_TOKENS = {"math": 3072, "code": 2048}  # where a model reasons before it answers
+RESPONSE_TOKENS = {"math": 3072, "code": 2048, "choice": 2048}  # where a model reasons before it answers
 _COLUMNS = ("prompt", "answer", "response", "chosen", "rejected", "image")
 
 
@@ -101,7 +106,7 @@ class Choices:
     data_file: str  # as model_folder
     other_columns: tuple[str, ...]  # of the data, that no setting names
     download: bool
-    reward: str | None  # one of REWARDS, or a function
+    rewards: tuple[str, ...]  # of REWARDS, or functions; the first is the task's
     teacher: str | None  # as `model`
     gpus: int
     gpu_gib: float
@@ -154,7 +159,7 @@ def _sampling_tables(choices: Choices, measured: Measured, source: dict[str, Any
             "all; take another model, or leave long prompts out of the data"
         )
     usual_length = _round_up(2 * measured.answer + 1) if measured.answer else 1024
-    response = min(RESPONSE_TOKENS.get(choices.reward or "", usual_length), measured.model_limit - prompt)
+    response = min(RESPONSE_TOKENS.get(next(iter(choices.rewards), ""), usual_length), measured.model_limit - prompt)
     usual = ranks * -(-ROLLOUTS_PER_STEP // (task.group_size * ranks))
     # A step asks no question twice, but for data of fewer questions than ranks.
     prompts = max(ranks, min(usual, (measured.questions - held_out) // ranks * ranks))
@@ -166,10 +171,8 @@ def _sampling_tables(choices: Choices, measured: Measured, source: dict[str, Any
         "engine": "sglang" if choices.gpus and find_spec("sglang") else "torch",
         "max_running": min(256, prompts * task.group_size // ranks),
     }
-    if choices.reward is not None:
-        is_usual = choices.reward in REWARDS
-        term = {"kind": choices.reward} if is_usual else {"kind": "function", "function": choices.reward}
-        tables["reward"] = {"terms": [term]}
+    if choices.rewards:
+        tables["reward"] = {"terms": [_term(*one) for one in enumerate(choices.rewards)]}
     if choices.teacher is not None:
         tables["models"] = {TEACHER: {"path": choices.teacher}}
         tables["distill"] = {"teacher": TEACHER, "divergence": "reverse"}
@@ -177,9 +180,17 @@ def _sampling_tables(choices: Choices, measured: Measured, source: dict[str, Any
     tables |= _last_tables(choices, max_tokens=prompt + response)
     if tables["rollout"]["engine"] == "sglang" and any(image_problems(Config.model_validate(tables), measured.model)):
         tables["rollout"]["engine"] = "torch"
-    if held_out and choices.reward is not None:
+    if held_out and choices.rewards:
         tables["eval"] = {"num_prompts": held_out, "every": 25, "sources": [source]}
+        if len(choices.rewards) > 1:
+            tables["eval"] |= {"success_at": 1.0}
     return tables
+
+
+def _term(place: int, reward: str) -> dict[str, Any]:
+    """The table of a reward, which counts little beside the first one."""
+    kind = {"kind": reward} if reward in REWARDS else {"kind": "function", "function": reward}
+    return kind | ({"weight": BESIDE} if place else {})
 
 
 def _tuning_tables(choices: Choices, measured: Measured, source: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from spmdrl.tools.tiny_model import save_tiny_model
 
@@ -68,6 +70,18 @@ def write_tasks(folder: Path) -> None:
     (folder / "letters.py").write_text(LETTERS)
 
 
+def save_model(folder: Path) -> None:
+    """A tiny model whose greedy responses differ: at its usual start it only repeats the last token, which in a chat is
+    one that nobody reads."""
+    save_tiny_model(folder, num_layers=2, chat=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+
+
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
     """The address at which the program serves a model."""
@@ -89,7 +103,7 @@ def test_its_scores_through_the_server_are_those_of_its_own_backend(tmp_path: Pa
     tasks, model = tmp_path / "tasks", tmp_path / "model"
     tasks.mkdir()
     write_tasks(tasks)
-    save_tiny_model(model, num_layers=2, chat=True)
+    save_model(model)
     own = {"model": "hf", "model_args": f"pretrained={model},dtype=float32", "device": "cpu", "batch_size": 16}
     said, both = {"tasks": ["sums_said"]}, {"tasks": ["sums_chosen", "sums_said"]}
     with serving(model) as url:
@@ -118,7 +132,9 @@ def test_its_scores_through_the_server_are_those_of_its_own_backend(tmp_path: Pa
     own_text, served_text, own_chat, served_chat = json.loads((tmp_path / "found.json").read_text())
     for expected, found in ((own_text, served_text), (own_chat, served_chat)):
         assert scores(found) == scores(expected)
-        assert found["responses"].get("sums_said") == expected["responses"].get("sums_said")
+        assert found["responses"]["sums_said"] == expected["responses"]["sums_said"]
+        said_once = {response for item in found["responses"]["sums_said"] for response in item}
+        assert len(said_once) > 20 and len(found["responses"]["sums_said"]) == NUM_ITEMS
     for expected, found in zip(chosen(own_text), chosen(served_text), strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
     assert len(chosen(own_text)) == 4 * NUM_ITEMS and 0 < own_text["scores"]["sums_chosen"]["acc,none"] < 1

@@ -6,14 +6,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import random
-import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from spmdrl.dist.launcher import free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.helpers.preloaded"])
@@ -24,7 +23,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, tim
 
     Raises AssertionError with every rank's traceback when one fails, and after `timeout_s` (stacks are dumped).
     """
-    port = _free_port()
+    port = free_port()
     readers, processes = [], []
     for rank in range(num_ranks):
         reader, writer = _CONTEXT.Pipe(duplex=False)
@@ -51,15 +50,6 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, tim
     failures = [text for failed, text in reports if failed]
     assert not failures, "\n".join(failures)
     return [result for _, result in reports]
-
-
-def _free_port() -> int:
-    """Find a port below those that Linux gives to connections: one of these may be taken before rank 0 listens."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as trial, suppress(OSError):
-            trial.bind(("127.0.0.1", port))
-            return port
 
 
 def _report(rank: int, reader: Connection, timeout_s: float) -> tuple[bool, Any]:

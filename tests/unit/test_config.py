@@ -514,6 +514,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "kl_horizon_needs_kl_target": ("reward.kl_horizon=3",),
     "code_needs_a_sandbox": ('reward.terms=[{kind="code"}]', "reward.sandbox.mode=off"),
     "tests_end_before_the_reward": ('reward.terms=[{kind="code"}]', "reward.timeout_s=1.0"),
+    "lengths_fall_to_their_end": ('reward.terms=[{kind="length",max_characters=2000}]',),
     "templates_have_their_fields": ('reward.terms=[{kind="model",path="a",template="{prompt}"}]',),
     "some_terms_score_finished_groups": ('reward.terms=[{kind="model",path="a"}]', "rollout.dynamic_sampling=true"),
     "gates_are_other_terms": ('reward.terms=[{kind="exact",gate="math"}]',),

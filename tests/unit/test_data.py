@@ -104,8 +104,14 @@ def test_a_refusing_chat_template_is_the_users_error() -> None:
 def test_loading_needs_tokenizer_files(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path / "good")
     assert load_tokenizer(str(tmp_path / "good"))("ab", add_special_tokens=False)["input_ids"]
-    with pytest.raises(UserError, match="no such directory"):
+    with pytest.raises(UserError, match=r"does not exist; set it to a directory\Z"):
         load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r'does not exist; .* or to "hf:Qwen/Qwen3-0\.6B"'):
+        load_tokenizer("Qwen/Qwen3-0.6B")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds adapters and no model; set "):
+        load_tokenizer(str(tmp_path / "adapters"))
     # transformers would make an empty tokenizer here.
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')

@@ -487,6 +487,10 @@ def test_the_sandbox_is_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert given(f"open({str(file)!r}, 'a')").startswith("OSError")
         assert given("'torch' in sys.modules or 'pytest' in sys.modules") == "False"
         assert given("os.getcwd() == os.environ['HOME']") == "True"
+        with pytest.raises(UserError, match=r"first reset failed \(in a sandbox, .*\): KeyError"):
+            client.check(begin("fails"))
+    with EnvironmentClient(config(file, "Odd", mode="auto")) as odd, pytest.raises(UserError, match="failed: ValueErr"):
+        odd.check(begin())
 
 
 def test_files_go_when_no_episode_is_open(file: Path) -> None:

@@ -106,6 +106,9 @@ def test_a_model_is_evaluated_on_a_file_and_compared(
     assert evaluated("one", *start) == first
     second = evaluated("other", *start, "--against", "one.jsonl")
     assert second["against/one.jsonl/mean"] == pytest.approx(second["eval/accuracy"] - first["eval/accuracy"])
+    assert (
+        evaluated("one", "--set", "sums.jsonl", "--reward", "score.py:even", *sampled) == {"set": "sums.jsonl"} | first
+    )
     Path("few.jsonl").write_text(Path("one.jsonl").read_text().partition("\n")[0] + "\n")
     Path("bad.jsonl").write_text('{"key": "a"}\n')
     for wrong, said in {
@@ -176,6 +179,15 @@ def test_sets_have_names_in_the_cache_and_count_what_training_has(
     (tmp_path / "run/hf").symlink_to(tmp_path / "model")
     assert main(["run", "--trained-on", "tuned", "model.path=model", "rollout.max_response_tokens=4"]) == 0
     assert json.loads(capsys.readouterr().out)["eval/seen_in_training_count"] == 0
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self): return 'go'\n    def step(self, action): return None, 0.5, False\n"
+    )
+    game = {"source": {"kind": "class", "name": f"{tmp_path}/game.py:Game"}, "max_turns": 2, "max_turn_tokens": 3}
+    terms = [{"kind": "environment"}]
+    write_config(tmp_path, name="game.toml", environment=game, reward={"terms": terms}, model={"path": "other"})
+    assert main(["model", "--set", "game.toml", "rollout.max_response_tokens=40"]) == 0
+    played = json.loads(capsys.readouterr().out)
+    assert (played["set"], played["eval/turns"], played["eval/end_length_fraction"]) == ("game.toml", 1.0, 1.0)
     for wrong, said in {
         ("--set", "gsm9k"): "--set gsm9k: there are gsm8k, math500, aime24",
         ("--set", "math500"): "--set math500 (hf:HuggingFaceH4/MATH-500): it is not in the cache; add --download",

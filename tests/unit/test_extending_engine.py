@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.config import Config, read_config
+from spmdrl.config import Config, read_config, read_draft
+from spmdrl.config.engines import engine_facts
 from spmdrl.engine.start import engine_problems
 from spmdrl.types import UserError
 
@@ -73,6 +74,13 @@ def test_an_engine_of_the_users_is_checked_like_the_others(folder: Path) -> None
 def test_what_names_no_engine_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r'rollout.engine = "vlm" is not known; set it to "torch", "sglang", or to a'):
         config(folder, "vlm")
+    with pytest.raises(UserError) as raised:
+        engine_facts("vlm")
+    sentences = [str(raised.value)]
+    draft = read_draft(Config, str(folder / "c.toml"), ["rollout.engine=vlm"])
+    with pytest.raises(UserError) as refusal:  # once, whoever asks
+        draft.refuse(sentences)
+    assert "\n" not in str(refusal.value)
     (refused,) = problems(config(folder, f"{folder}/replay.py:Repaly"))
     assert "has no function or class Repaly; did you mean Replay?" in refused
     (folder / "half.py").write_text(

@@ -145,7 +145,7 @@ def test_what_is_not_given_is_asked_on_a_terminal(model: Path, sums: Path, monke
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     assert main(["--gpus", "0", "--out", "asked.toml"]) == 0
-    again = "reward, math, exact, code or my.py:function: "
+    again = "reward, math, choice, exact, code, format, length or my.py:function: "
     assert asked == ["model directory: ", "file of data, jsonl or parquet: ", again, again]
     assert written("asked.toml")["reward"] == {"terms": [{"kind": "exact"}]}
 
@@ -161,6 +161,13 @@ def test_equal_questions_count_once(
     assert main(["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]) == 0
     tables = written()
     assert tables.get("eval", {}).get("num_prompts") == held_out and tables["rollout"]["prompts_per_step"] == prompts
+
+
+def test_rewards_after_the_first_count_little(model: Path, sums: Path) -> None:
+    assert main(["--model", str(model), "--data", str(sums), "--reward", "exact,length", "--gpus", "0"]) == 0
+    tables = written()
+    assert tables["reward"] == {"terms": [{"kind": "exact"}, {"kind": "length", "weight": 0.1}]}
+    assert tables["eval"]["success_at"] == 1.0  # that of the first alone
 
 
 def test_one_line_writes_a_configuration_and_starts_it(
@@ -324,8 +331,8 @@ def test_a_run_is_named_after_its_model_and_data(model: str, data: str, name: st
         ({"--data": "sums.csv"}, "--data sums.csv: its name ends with none of .jsonl, .parquet"),
         ({"--data": "none.jsonl"}, "cannot read none.jsonl: No such file or directory"),
         ({"--prompt-column": "text"}, "--prompt-column text: the data has question, label"),
-        ({"--reward": "best"}, "--reward best: it is one of math, exact, code, or a function such as my.py:score"),
-        ({"--answer-column": ""}, "--reward exact compares with a reference answer; name its column"),
+        ({"--reward": "best"}, "--reward best: it is one of math, choice, exact, code, format, length, or a function"),
+        ({"--answer-column": ""}, "name its column with --answer-column: the data has question, label"),
         ({"--reward": "my.py:score"}, "there is no file my.py"),
     ],
 )

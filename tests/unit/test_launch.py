@@ -137,6 +137,8 @@ def test_every_command_tells_how_it_is_used(name: str, capsys: pytest.CaptureFix
 def test_a_command_that_is_no_command_names_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["trian", "some.toml"]) == 2
     assert capsys.readouterr().err == "spmdrl trian: no such command; did you mean spmdrl train?\n"
+    assert command.main(["push"]) == 2
+    assert capsys.readouterr().err == "spmdrl push: no such command; did you mean spmdrl export --push?\n"
     assert command.main(["version"]) == 0
     assert capsys.readouterr().out == f"spmdrl {spmdrl.__version__}\n"
 

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import numpy
 import pytest
+from pydantic import ValidationError
 
 from spmdrl.config import (
     CodeReward,
     ExactReward,
+    FormatReward,
     FunctionReward,
+    LengthReward,
     MathReward,
     ReasoningGymData,
     ReasoningGymReward,
@@ -147,11 +150,46 @@ def test_math_refuses_other_answers(answer: str, response: str) -> None:
 
 
 def test_verifiers_need_their_reference_answer() -> None:
-    for verifier in (worker.exact, worker.load_math()):
+    for verifier in (worker.exact, worker.choice, worker.load_math()):
         with pytest.raises(ValueError, match="no reference answer"):
             verifier(item("7"))
+    with pytest.raises(ValueError, match="is one letter, not '12'"):
+        worker.choice(item("A", "12"))
     with pytest.raises(ValueError, match="no mathematics"):
         worker.load_math()(item("7", ""))
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        (" (b). ", "B"),
+        ("**C**", "C"),
+        ("A is tempting, but the answer is (D).", "D"),
+        ("**Answer:** C", "C"),
+        ("The correct answer is: **B**", "B"),
+        ("answer: A, no: Answer: B", "B"),
+        ("So it is \\boxed{\\text{A}}, and not answer: B", "A"),
+        ("<think>answer: C</think><answer> d) oxygen</answer>", "D"),
+        ("The answer is Avogadro's number", ""),
+        ("A or B", ""),
+        ("", ""),
+    ],
+)
+def test_a_choice_is_the_letter_that_is_given_last(response: str, letter: str) -> None:
+    found = {one for one in "ABCD" if worker.choice(item(response, f"({one.lower()})")) == 1.0}
+    assert found == {*letter}
+
+
+def test_formats_are_of_the_whole_response_and_lengths_fall() -> None:
+    with RewardPool(RewardConfig(terms=(FormatReward(kind="format"), LengthReward(kind="length")))) as pool:
+        right = "<think>\nso\n</think>\n<answer>7</answer>\n"
+        texts = [right, f"First: {right}", right.replace("</think>", ""), right + right, "x" * 5000, "x" * 9000]
+        parts = [outcome.parts for outcome in outcomes_of(pool, *map(item, texts))]
+    assert [part["format"] for part in parts] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [part["length"] for part in parts] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    with pytest.raises(ValidationError, match="is no regular expression: missing \\)"):
+        FormatReward(kind="format", pattern="(")
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])

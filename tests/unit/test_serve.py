@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from openai import BadRequestError, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.envs.forms import CallError, MessagesForm
-from spmdrl.tools.serve import Handler, main, open_served
+from spmdrl.tools.serve import Handler, Server, main, open_served
 from spmdrl.tools.tiny_model import save_tiny_model
 
 CHATML = (
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     served = open_served(str(folder), max_running=8)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, served))
+    server = Server(("127.0.0.1", 0), functools.partial(Handler, served))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -179,3 +179,11 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.toml").write_text("")
     assert main([str(tmp_path)]) == 2
     assert "holds no exported model" in capsys.readouterr().err
+
+
+def test_many_connect_at_once(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    waiting = [socket.create_connection((host, int(port)), timeout=5) for _ in range(200)]
+    assert [one.id for one in OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()] == ["policy"]
+    for one in waiting:
+        one.close()

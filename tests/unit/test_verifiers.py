@@ -21,6 +21,8 @@ from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation, ToolCall
 from spmdrl.envs.agent import AgentClient
 from spmdrl.envs.protocol import EnvironmentFailure
+from spmdrl.envs.verifiers_process import _failure
+from spmdrl.faults.verdict import list_problems
 from spmdrl.types import UserError
 from tests.helpers.config_file import GOOD
 
@@ -220,6 +222,15 @@ def test_the_tool_writes_the_tasks_as_rows(folder: Path) -> None:
 def test_an_environment_that_cannot_be_imported_is_refused() -> None:
     with pytest.raises(UserError, match=r"environment\.source cannot be loaded by .*: .*'nowhere' not found"):
         AgentClient(config(env="nowhere"))
+
+
+def test_a_traceback_belongs_to_its_sentence() -> None:
+    error = _failure("python", "it ended", "Traceback (most recent call last):\n  File x\n\n\nValueError: no name\n")
+    assert list_problems("cannot start", str(error)) == (
+        "cannot start: environment.source cannot be loaded by python: ValueError: no name\n"
+        "    Traceback (most recent call last):\n      File x"
+    )
+    assert str(_failure("python", "it ended", " \n")) == "environment.source cannot be loaded by python: it ended"
 
 
 def test_without_the_interpreter_a_sentence_says_what_makes_it() -> None:

@@ -82,6 +82,12 @@ def test_half_of_a_line_costs_nothing(run: Path) -> None:
     assert len(snapshot.rows) == 61 and snapshot.trouble == "" and snapshot.samples[-1]["step"] == 60
 
 
+def test_a_long_prompt_is_shown_by_its_end(run: Path) -> None:
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, "prompt": "a" * 60 + "b" * 30, "response": "c"}) + "\n")
+    assert f"…{'a' * 29}{'b' * 30}  c" in shown(Watcher(run).read(now=time.time()))
+
+
 def test_what_cannot_be_read_now_is_shown_as_it_was(run: Path) -> None:
     watcher = Watcher(run)
     before = watcher.read(now=time.time())
