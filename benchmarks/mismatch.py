@@ -143,7 +143,7 @@ def rounded(value: float | None) -> float | None:
 def draw(runs: Sequence[Json], path: Path) -> None:
     """Reward of what was trained on, the policy's own accuracy, and its entropy; a thin line for each seed, a thick
     one for their mean."""
-    with rc_context(STYLE | {"svg.hashsalt": "mismatch"}):  # the same bytes from the same result
+    with rc_context({**STYLE, "svg.hashsalt": "mismatch"}):  # the same bytes from the same result
         figure = Figure(figsize=(12.0, 3.8), layout="constrained", facecolor="white")
         reward, accuracy, entropy = figure.subplots(1, 3)
         for variant in dict.fromkeys(run["variant"] for run in runs):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -21,35 +21,14 @@ from spmdrl.report.series import Band, History, Series, charts_of, smoothed
 Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
 Bands = Sequence[tuple[str, Band]]  # lines of a chart, by their labels
 
-INK, FAINT_INK, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+FAINT_INK = "#7b8794"
 RUN_COLORS = ("#2563eb", "#e0672b", "#0d9467", "#b5379f", "#8a6d00", "#52606d")
 # As many as a step has phases, so that no two of them look the same.
 PHASE_COLORS = (
     *("#2563eb", "#f2a541", "#0d9467", "#b5379f", "#e0532b", "#6bc4d6"),
     *("#8a6d00", "#a78bfa", "#9aa5b1", "#c2274b", "#84b84c", "#52606d"),
 )
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": FAINT_INK,
-    "xtick.color": FAINT_INK,
-    "ytick.color": FAINT_INK,
-    "xtick.major.size": 0.0,
-    "ytick.major.size": 0.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.015,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-}
+STYLE = rc_params_from_file(Path(__file__).parent / "page" / "curves.mplstyle", use_default_template=False)
 EVAL_STYLE: dict[str, Any] = {
     "linestyle": (0, (4, 2)),
     "linewidth": 1.4,
@@ -104,7 +83,7 @@ def draw_charts(charts: Sequence[tuple[str, Bands]], path: Path) -> None:
 def chart_as_svg(bands: Bands) -> bytes:
     """A chart without a title, to be read on light and on dark pages."""
     out = io.BytesIO()
-    with rc_context(STYLE | {"grid.color": FAINT_INK, "grid.alpha": 0.25, "svg.hashsalt": "spmdrl"}):
+    with rc_context({**STYLE, "grid.color": FAINT_INK, "grid.alpha": 0.25, "svg.hashsalt": "spmdrl"}):
         figure = Figure(figsize=(3.8, 1.9), layout=_layout())
         _draw_bands(figure.add_subplot(), bands)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})

@@ -35,9 +35,6 @@ from spmdrl.config.run import (
     FunctionSinkConfig,
     MlflowSinkConfig,
     SinksConfig,
-    SwanlabSinkConfig,
-    TrackioSinkConfig,
-    WandbSinkConfig,
 )
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import one_line, say
@@ -72,9 +69,40 @@ def _new_id(name: str) -> str:
     return f"{name[:100]}-{secrets.token_hex(4)}"
 
 
-class WandbSink:
-    def __init__(self, cfg: WandbSinkConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+class LibrarySink:
+    """A tracker whose library makes a run by `init`; a run takes scalars, a picture and texts by `log`."""
+
+    library: str
+    _run: Any
+
+    def __init__(self, cfg: Any, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self._cfg, self._name, self._folder, self._settings = cfg, name, folder, settings
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
+        library = importlib.import_module(self.library)
+        shown: dict[str, Any] = {"curves": library.Image(str(curves))} if curves else {}
+        if samples:
+            shown["samples"] = self._samples(library, samples)
+        if shown:
+            self._run.log(shown, step=step)
+        self._run.finish()
+
+    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+        """Return the samples as this tracker shows them."""
+        raise NotImplementedError
+
+    def _remove(self, pattern: str) -> bool:
+        """Delete what the library has written of a run; True where that is all there is."""
+        for path in self._folder.glob(pattern):
+            shutil.rmtree(path)
+        return bool(self._cfg.offline)
+
+
+class WandbSink(LibrarySink):
+    library = "wandb"
 
     def start(self, run: str | None) -> str:
         import wandb
@@ -86,29 +114,16 @@ class WandbSink:
         self._run = wandb.init(id=id, project=self._cfg.project, **(arguments | self._cfg.params))
         return id
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
-        import wandb
-
-        shown: dict[str, Any] = {"curves": wandb.Image(str(curves))} if curves else {}
-        if samples:
-            columns = list(dict.fromkeys(name for row in samples for name in row))
-            cells = [[str(row.get(name)) for name in columns] for row in samples]
-            shown["samples"] = wandb.Table(columns=columns, data=cells)
-        self._run.log(shown, step=step)
-        self._run.finish()
-
     def discard(self, run: str) -> bool:
-        for path in self._folder.glob(f"wandb/offline-run-*-{run}"):
-            shutil.rmtree(path)
-        return self._cfg.offline
+        return self._remove(f"wandb/offline-run-*-{run}")
+
+    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+        columns = list(dict.fromkeys(name for row in samples for name in row))
+        return library.Table(columns=columns, data=[[str(row.get(name)) for name in columns] for row in samples])
 
 
-class TrackioSink:
-    def __init__(self, cfg: TrackioSinkConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._cfg, self._name, self._settings = cfg, name, settings
+class TrackioSink(LibrarySink):
+    library = "trackio"
 
     def start(self, run: str | None) -> str:
         import trackio
@@ -119,24 +134,33 @@ class TrackioSink:
         self._run = trackio.init(self._cfg.project, name=id, **(arguments | self._cfg.params))
         return id
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
-        import trackio
-
-        shown: dict[str, Any] = {"curves": trackio.Image(str(curves))} if curves else {}
-        if samples:
-            shown["samples"] = trackio.Markdown("\n\n---\n\n".join(_texts(samples)))  # its tables need pandas
-        if shown:
-            self._run.log(shown, step=step)
-        self._run.finish()
-
     def discard(self, run: str) -> bool:
         from trackio.sqlite_storage import SQLiteStorage
 
         is_here = not {"space_id", "server_url"} & self._cfg.params.keys()
         return is_here and bool(SQLiteStorage.delete_run(self._cfg.project, run))
+
+    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+        return library.Markdown("\n\n---\n\n".join(_texts(samples)))  # its tables need pandas
+
+
+class SwanlabSink(LibrarySink):
+    library = "swanlab"
+
+    def start(self, run: str | None) -> str:
+        import swanlab
+
+        id = run or secrets.token_hex(8)
+        arguments = {"name": self._name, "config": dict(self._settings), "resume": "allow"}
+        arguments |= {"mode": "offline" if self._cfg.offline else "online", "log_dir": str(self._folder / "swanlab")}
+        self._run = swanlab.init(project=self._cfg.project, id=id, **(arguments | self._cfg.params))
+        return id
+
+    def discard(self, run: str) -> bool:
+        return self._remove(f"swanlab/run-*-{run}")
+
+    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+        return [library.Text(text) for text in _texts(samples)]
 
 
 class MlflowSink:
@@ -180,38 +204,6 @@ class MlflowSink:
         if self._is_here:
             self._client.delete_run(run)
         return self._is_here
-
-
-class SwanlabSink:
-    def __init__(self, cfg: SwanlabSinkConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._cfg, self._name, self._folder, self._settings = cfg, name, folder, settings
-
-    def start(self, run: str | None) -> str:
-        import swanlab
-
-        id = run or secrets.token_hex(8)
-        arguments = {"name": self._name, "config": dict(self._settings), "resume": "allow"}
-        arguments |= {"mode": "offline" if self._cfg.offline else "online", "log_dir": str(self._folder / "swanlab")}
-        self._run = swanlab.init(project=self._cfg.project, id=id, **(arguments | self._cfg.params))
-        return id
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
-        import swanlab
-
-        shown: dict[str, Any] = {"curves": swanlab.Image(str(curves))} if curves else {}
-        if samples:
-            shown["samples"] = [swanlab.Text(text) for text in _texts(samples)]
-        if shown:
-            self._run.log(shown, step=step)
-        swanlab.finish()
-
-    def discard(self, run: str) -> bool:
-        for path in self._folder.glob(f"swanlab/run-*-{run}"):
-            shutil.rmtree(path)
-        return self._cfg.offline
 
 
 class FunctionSink:
