@@ -10,7 +10,7 @@ after `--minutes` are left out. Prints one JSON object, and writes it to benchma
 
     MFU = 3 sum over sequences of (linear L + quadratic L^2) / (seconds x peak)
 
-with the coefficients of `spmdrl/preflight/shapes.py`: a backward pass counts as two forward passes, and recomputation
+with the coefficients of `spmdrl/preflight/forecast.py`: a backward pass counts as two forward passes, and recomputation
 as none. The peak is the dense bfloat16 rate of the device's data sheet; a device that is not in the table has no MFU.
 """
 
@@ -46,8 +46,7 @@ from spmdrl.model.layers import set_classes
 from spmdrl.model.load import compute_dtype
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
-from spmdrl.preflight.forecast import Model, predict
-from spmdrl.preflight.shapes import forward_flops
+from spmdrl.preflight.forecast import Model, forward_flops, predict
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.types import MicroBatch, Sequence
 

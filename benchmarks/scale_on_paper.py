@@ -26,8 +26,7 @@ from spmdrl.config import Config, ModelConfig
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.activations import Decoder
 from spmdrl.memory.device import GIB
-from spmdrl.preflight.forecast import Model, Prediction, predict
-from spmdrl.preflight.shapes import decoder_of, expert_names, forward_flops
+from spmdrl.preflight.forecast import Model, Prediction, decoder_of, expert_names, forward_flops, predict
 from spmdrl.tools.model_source import published_config, shapes
 from spmdrl.tools.program import program
 

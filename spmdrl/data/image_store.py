@@ -127,26 +127,20 @@ class ImageStore:
 
     def _remove_oldest(self, *, but: str) -> None:
         """Remove the images that were used the longest ago until the others take no more than `max_bytes`."""
-        with self._locked(fcntl.LOCK_EX):
-            self._remove_excess(but)
-
-    def _remove_excess(self, but: str) -> None:
-        """Do it, under the lock: nobody uses an image between the look at its age and its end."""
-        found: list[tuple[int, int, str]] = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another process is making room as well
-                    status = entry.stat()
-                    found.append((status.st_mtime_ns, status.st_size, entry.name))
-        excess = sum(size for _, size, _ in found) - self.max_bytes
-        # All files are not added up for each new one: each of so many processes may first fill its part of the room.
-        self._unmeasured_bytes = max(0, -excess) // _SHARES
-        for _, size, name in sorted(found):
-            if excess <= 0:
-                return
-            if name != but and not name.startswith("."):
-                (self.folder / name).unlink(missing_ok=True)
-                excess -= size
+        with self._locked(fcntl.LOCK_EX):  # nobody uses an image between the look at its age and its end
+            found: list[tuple[int, int, str]] = []
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # another process is making room as well
+                        status = entry.stat()
+                        found.append((status.st_mtime_ns, status.st_size, entry.name))
+            excess = sum(size for _, size, _ in found) - self.max_bytes
+            # All files are not added up for each new one: each of so many processes may first fill its part of the room.
+            self._unmeasured_bytes = max(0, -excess) // _SHARES
+            for _, size, name in sorted(found):
+                if excess > 0 and name != but and not name.startswith("."):
+                    (self.folder / name).unlink(missing_ok=True)
+                    excess -= size
 
 
 def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:

@@ -19,6 +19,7 @@ import PIL.Image
 
 from spmdrl.config.strict import open_file, shown
 from spmdrl.data.image_forms import MAX_IMAGE_BYTES, file_or_path
+from spmdrl.faults.text import sentence_of
 from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
 
@@ -165,15 +166,11 @@ def _errors_explained(name: str) -> Iterator[None]:
     except UserError:
         raise
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise UserError(f"{name} has more pixels than any picture: {_one_line(error)}") from error
+        raise UserError(f"{name} has more pixels than any picture: {sentence_of(error)}") from error
     except PIL.UnidentifiedImageError as error:
         raise UserError(f"{name} is damaged, has no pixels, or is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise many types for bytes that nobody thought of
-        raise UserError(f"{name} is damaged: {_one_line(error) or type(error).__name__}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        raise UserError(f"{name} is damaged: {sentence_of(error) or type(error).__name__}") from error
 
 
 def _orientation(opened: PIL.Image.Image) -> int:

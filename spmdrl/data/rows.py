@@ -6,7 +6,6 @@ A place is a whole number: of a line in a jsonl file, of a row in a parquet file
 from __future__ import annotations
 
 import os
-import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.config.strict import Malformed, about, open_file, parse_json, shown
+from spmdrl.faults.text import sentence_of
 from spmdrl.types import UserError
 
 Record = dict[str, Any]
@@ -130,7 +130,7 @@ class ParquetRows:
             # By default, Arrow would first read all of a row group.
             self._parquet = pyarrow.parquet.ParquetFile(self._file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         except self._refused as error:
-            raise UserError(f"{shown(path)} is not a parquet file: {_one_line(error)}") from error
+            raise UserError(f"{shown(path)} is not a parquet file: {sentence_of(error)}") from error
         metadata = self._parquet.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = [0, *accumulate(sizes)]
@@ -195,7 +195,7 @@ class ParquetRows:
         except self._refused as error:
             raise UserError(
                 f"{shown(self.path)} cannot be read: its rows {self._starts[group] + 1} to {self._starts[group + 1]} "
-                f"are damaged: {_one_line(error)}"
+                f"are damaged: {sentence_of(error)}"
             ) from error
 
     def _records(self, batch: Any, first: int) -> list[Record]:
@@ -209,7 +209,7 @@ class ParquetRows:
         try:
             (record,) = batch.slice(number, 1).to_pylist()
         except self._refused as error:
-            raise UserError(f"{self.where(place)} holds a value that cannot be read: {_one_line(error)}") from error
+            raise UserError(f"{self.where(place)} holds a value that cannot be read: {sentence_of(error)}") from error
         return record
 
 
@@ -225,7 +225,3 @@ def _require_unchanged(path: str, descriptor: int, version: tuple[int, int]) -> 
             f"{shown(path)} was written to while the run was reading it, so that its rows are no longer known; restore "
             "it, or copy it to a place where nobody writes, and start the run again"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error))[:200]

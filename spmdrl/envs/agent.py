@@ -218,7 +218,11 @@ class AgentRun:
             return _failure(f"the agent ended with exit code {code}{last}", printed)
         if is_reset:
             return _failure("the agent ended without a call of the policy", printed)
-        ended = self._agent.names.known(self._last_observation())
+        ended = self._agent.names.known(
+            Observation(
+                reward=self._take_reward(), role_rewards=self._take_role_rewards(), done=True, metrics=self._metrics
+            )
+        )
         return dataclasses.replace(ended, metrics={**ended.metrics, **self._counts()})
 
     def _counts(self) -> dict[str, float]:
@@ -226,10 +230,6 @@ class AgentRun:
         endpoint = self._agent.endpoint
         refused, endpoint.num_refused = endpoint.num_refused, 0
         return {"malformed_calls": self._num_malformed, "refused_calls": refused}
-
-    def _last_observation(self) -> Observation:
-        reward, role_rewards = self._take_reward(), self._take_role_rewards()
-        return Observation(reward=reward, role_rewards=role_rewards, done=True, metrics=self._metrics)
 
     def _take_role_rewards(self) -> dict[str, float]:
         rewards, self._role_rewards = self._role_rewards, {}

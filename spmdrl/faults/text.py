@@ -127,6 +127,11 @@ def of_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}"
 
 
+def sentence_of(error: BaseException, most: int = 200) -> str:
+    """Return what an exception says, as one line of at most so many characters."""
+    return " ".join(str(error).split())[:most]
+
+
 def _shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text

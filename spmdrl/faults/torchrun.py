@@ -75,13 +75,9 @@ def quietly(run_ranks: Callable[[], object]) -> int:
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 name = signal.Signals(-failure.exitcode).name
                 say(f"rank {rank} (pid {failure.pid}) was ended by {name}", sys.stderr)
-        return code_of(error.get_first_failure()[1].exitcode)
+        code: int = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code  # as a shell shows it
     return 0
-
-
-def code_of(exit_code: int) -> int:
-    """Return the exit code by which a shell shows how a process ended: 128 plus the signal's number for a signal."""
-    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 if __name__ == "__main__":

@@ -120,15 +120,11 @@ class Watch:
         self._heartbeat.update(phase=phase, phases_entered=entered, moved_at=time.time())
         self._wake_thread()
 
-    def mark_progress(self) -> None:
-        """Record that this rank has made progress inside its phase."""
-        self._heartbeat.update(moved_at=time.time())
-
     def marking_progress(self, act: Callable[[GivenT], ResultT]) -> Callable[[GivenT], ResultT]:
         """Wrap a function so that each call counts as progress of this rank."""
 
         def marked(given: GivenT) -> ResultT:
-            self.mark_progress()
+            self._heartbeat.update(moved_at=time.time())
             return act(given)
 
         return marked

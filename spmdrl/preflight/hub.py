@@ -17,6 +17,7 @@ from typing import Any
 
 from spmdrl.config import FileSettings, MissingSetting, ModelReward, Section, SectionT
 from spmdrl.config.strict import shown
+from spmdrl.faults.text import sentence_of
 from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
 
@@ -153,7 +154,9 @@ def with_split_file(name: str, download: bool, *, split: str) -> str:
                 match["repository"], revision=match["revision"], repo_type="dataset"
             )
         except (HfHubHTTPError, OSError, ValueError) as error:
-            raise UserError(f"its files cannot be listed: {_line(error)}; or name one: {name}:FILE") from error
+            raise UserError(
+                f"its files cannot be listed: {sentence_of(error, 300)}; or name one: {name}:FILE"
+            ) from error
         files = [Path(file) for file in listed]
     else:
         folder = Path(_asked("snapshot_download", match.groupdict(), download, repo_type="dataset"))
@@ -205,9 +208,9 @@ def _asked(function: str, parts: Mapping[str, str | None], download: bool, **opt
     except LocalEntryNotFoundError as error:
         if not download:
             raise NotInCache("it is not in the cache") from error
-        raise UserError(f"it is not in the cache, and the hub cannot be reached: {_line(error)}") from error
+        raise UserError(f"it is not in the cache, and the hub cannot be reached: {sentence_of(error, 300)}") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"it cannot be fetched: {_line(error)}") from error
+        raise UserError(f"it cannot be fetched: {sentence_of(error, 300)}") from error
     return str(found)
 
 
@@ -235,7 +238,7 @@ def send(folder: Path, name: str, *, private: bool) -> str:
         address = hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Model and card from spmdrl")
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"--push {name}: {_line(error)}; the model itself is in {shown(folder)}") from error
+        raise UserError(f"--push {name}: {sentence_of(error, 300)}; the model itself is in {shown(folder)}") from error
     return str(address)
 
 
@@ -274,7 +277,3 @@ def _damage_of(file: Path) -> str:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
         return f"it is no {file.suffix.removeprefix('.')}"
     return ""
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

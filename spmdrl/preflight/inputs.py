@@ -79,8 +79,7 @@ from spmdrl.preflight.checks import (
     top_token_problems,
     vision_problems,
 )
-from spmdrl.preflight.forecast import Model, Prediction, predict_here
-from spmdrl.preflight.shapes import with_costs
+from spmdrl.preflight.forecast import Model, Prediction, predict_here, with_costs
 from spmdrl.report import RunFolder
 from spmdrl.report.sinks import sink_problems
 from spmdrl.rollout.curriculum import curriculum_problems

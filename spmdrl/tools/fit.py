@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         say(json.dumps(_as_json(prediction, problems), indent=1))
     else:
-        _show(_console(), cfg, prediction, problems)
+        _show(ToolConsole.of_width(WIDTH_OF_FILES), cfg, prediction, problems)
     return EXIT_USER_ERROR if problems else 0
 
 
@@ -215,11 +215,6 @@ def _with(cfg: Config | TuningConfig, changes: Mapping[str, Any]) -> Config | Tu
         return type(cfg).model_validate(values)
     except ValueError:
         return None
-
-
-def _console() -> Console:
-    console = ToolConsole(highlight=False)
-    return console if console.is_terminal else ToolConsole(highlight=False, width=WIDTH_OF_FILES)
 
 
 def _amount(parameters: float) -> str:

@@ -118,7 +118,7 @@ def _print(source: Source, found: Sequence[Verdict]) -> None:
     )
     for verdict in found:
         table.add_row(verdict.question, Text(verdict.answer, style=_STYLES[verdict.answer]), verdict.remark)
-    ToolConsole(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+    ToolConsole.of_width(200).print(table)
     if all(verdict.answer != "no" and verdict.question != "trained" for verdict in found):
         say(memory_line(source.config))
 

@@ -153,7 +153,7 @@ def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
         else:
             agrees = False
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", "[red]failed[/red], see above")
-    ToolConsole(width=None if sys.stdout.isatty() else 200).print(table)
+    ToolConsole.of_width(200).print(table)
     return agrees
 
 

@@ -31,7 +31,7 @@ from spmdrl.model.logprobs import HeadOptions, next_token_logprobs
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.policy import Policy
 from spmdrl.model.routes import FREE, Routers
-from spmdrl.preflight.shapes import experts_per_token, with_costs
+from spmdrl.preflight.forecast import experts_per_token, with_costs
 from spmdrl.refit.gather import Gatherer
 from spmdrl.step.batch import Batch, build_batch
 from spmdrl.step.correction import select_by_covariance

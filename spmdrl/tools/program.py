@@ -32,6 +32,11 @@ class ToolConsole(Console):
     def on_broken_pipe(self) -> None:
         raise  # rich calls this where it has caught the error, and would end the process itself
 
+    @classmethod
+    def of_width(cls, width: int) -> ToolConsole:
+        """Make one that fills a terminal, and has this width elsewhere."""
+        return cls(highlight=False, width=None if sys.stdout.isatty() else width)
+
 
 def program(what: str) -> Callable[[Main], Program]:
     """Make a function of the arguments the main function of a tool, which returns the exit code.

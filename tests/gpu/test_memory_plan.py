@@ -20,8 +20,7 @@ from spmdrl.learn.update import update
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import StateOnHost, TrainerMemory
-from spmdrl.preflight.forecast import Model, predict
-from spmdrl.preflight.shapes import decoder_of
+from spmdrl.preflight.forecast import Model, decoder_of, predict
 from spmdrl.report import Report
 from spmdrl.report.report import resource_metrics
 from spmdrl.step.batch import build_batch

@@ -11,7 +11,7 @@ import torch
 from spmdrl.cpu import kernels_c
 from spmdrl.cpu.short_attention import attend_short
 from spmdrl.model.attention_layer import SeenKeys
-from spmdrl.workers import sandbox, system_calls
+from spmdrl.workers import sandbox
 from tests.helpers.fused_cases import CASES, gradients, inputs_of
 from tests.helpers.layers import layers_in_c
 from tests.helpers.on_arm import COMPILER, MISSING, recorded, run_on_arm
@@ -62,13 +62,13 @@ def test_functions_in_c_are_the_same_but_for_rounding(processor: str, tmp_path: 
 
 
 def test_system_calls_have_the_numbers_of_the_kernels_headers(tmp_path: Path) -> None:
-    calls = {f"__NR_{name}": numbers["aarch64"] for name, numbers in system_calls._REFUSED.items()} | {
-        "AUDIT_ARCH_AARCH64": system_calls._ARCHITECTURES["aarch64"],
-        "__NR_clone": system_calls._CLONE["aarch64"],
-        "__NR_clone3": system_calls._CLONE3,
-        "__NR_socketpair": system_calls._SOCKETPAIR["aarch64"],
-        "__NR_ioctl": system_calls._IOCTL["aarch64"],
-        **system_calls._REQUESTS,
+    calls = {f"__NR_{name}": numbers["aarch64"] for name, numbers in sandbox._REFUSED.items()} | {
+        "AUDIT_ARCH_AARCH64": sandbox._ARCHITECTURES["aarch64"],
+        "__NR_clone": sandbox._CLONE["aarch64"],
+        "__NR_clone3": sandbox._CLONE3,
+        "__NR_socketpair": sandbox._SOCKETPAIR["aarch64"],
+        "__NR_ioctl": sandbox._IOCTL["aarch64"],
+        **sandbox._REQUESTS,
         "__NR_landlock_create_ruleset": sandbox._CREATE_RULESET,
         "__NR_landlock_add_rule": sandbox._ADD_RULE,
         "__NR_landlock_restrict_self": sandbox._RESTRICT_SELF,

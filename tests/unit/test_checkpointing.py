@@ -29,7 +29,7 @@ from transformers import (
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
 from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Pair
 from spmdrl.model.policy import Policy
-from spmdrl.preflight.shapes import decoder_of
+from spmdrl.preflight.forecast import decoder_of
 from spmdrl.types import MicroBatch
 from tests.helpers import kernels_on_cpu
 from tests.helpers.live import Watch

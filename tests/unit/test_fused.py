@@ -16,7 +16,7 @@ from spmdrl.model import fused
 from spmdrl.model.layers import set_classes
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import checkpoint_layers, decoder_layers
-from spmdrl.preflight.shapes import decoder_of
+from spmdrl.preflight.forecast import decoder_of
 from spmdrl.types import UserError
 from tests.helpers.fused_cases import CASES, HALF, Case, eager, gradients, inputs_of
 from tests.helpers.layers import layers_in_c

@@ -21,8 +21,7 @@ from spmdrl.memory.overhead import (
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes
-from spmdrl.preflight.forecast import Model, describe_rank, predict
-from spmdrl.preflight.shapes import expert_names, split_by_tp
+from spmdrl.preflight.forecast import Model, describe_rank, expert_names, predict, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
 from spmdrl.report.report import resource_metrics
 from spmdrl.tools import fit as plan

@@ -22,7 +22,7 @@ from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.layer_kinds import recurrent_layers
 from spmdrl.model.layers import set_classes
 from spmdrl.model.recurrent import packed_layers
-from spmdrl.preflight.shapes import decoder_of
+from spmdrl.preflight.forecast import decoder_of
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import ImageSpan, Request, Response, Span
 from tests.helpers.conversations import conversations, count_read

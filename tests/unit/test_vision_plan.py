@@ -16,8 +16,7 @@ from spmdrl.memory.images import engine_bytes, pass_bytes, saved_bytes
 from spmdrl.model.sharding import checkpoint_layers
 from spmdrl.model.trunk import Trunk
 from spmdrl.preflight.checks import vision_problems
-from spmdrl.preflight.forecast import Model, predict
-from spmdrl.preflight.shapes import forward_flops, tower_of
+from spmdrl.preflight.forecast import Model, forward_flops, predict, tower_of
 from tests.helpers.configs import minimal_config
 from tests.helpers.live import Watch
 from tests.helpers.models import config_of, save_gemma3
