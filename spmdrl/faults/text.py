@@ -128,7 +128,7 @@ def of_error(error: BaseException) -> str:
 
 
 def sentence_of(error: BaseException, most: int = 200) -> str:
-    """Return what an exception says, as one line of at most so many characters."""
+    """Return what an exception says, as one line of at most `most` characters."""
     return " ".join(str(error).split())[:most]
 
 
