@@ -129,13 +129,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         stages.python("-m", "spmdrl.tools.tiny_model", base, "--num-layers", "2", "--hidden-size", str(args.hidden))
     start = stages.run("sft", "start", **_sft(base, write(folder / "begin.jsonl", begins), "response", args))
     sources = [{**DATA, "task": "keys", "path": write(folder / "own.jsonl", facts)}]
-    teachers = [{"model": "self", "tasks": ["keys"], "hint_column": "demonstration"}]
+    name = "before" if args.teacher == "start" else "self"
+    models = {name: {"path": start} if args.teacher == "start" else {"weights": args.teacher}}
+    teachers = [{"model": name, "tasks": ["keys"], "hint_column": "demonstration"}]
     if args.keep:
         words = [
             {name: row[name] for name in ("prompt", "answer")} for row in (backward(rng) for _ in range(args.rows))
         ]
         sources.append({**DATA, "task": "words", "path": write(folder / "words.jsonl", words)})
         teachers.append({"model": "before", "tasks": ["words"]})
+        models["before"] = {"path": start}
     own = stages.run(
         "train",
         "own",
@@ -143,10 +146,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         model={"path": start},
         data={"max_prompt_tokens": 32, "sources": sources},
         rollout={"prompts_per_step": args.sequences, "group_size": 1, "max_response_tokens": 6},
-        models={
-            "self": {"path": start} if args.teacher == "start" else {"weights": args.teacher},
-            **({"before": {"path": start}} if args.keep else {}),
-        },
+        models=models,
         distill={
             "teachers": teachers,
             "divergence": args.divergence,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from spmdrl.algo.kl import Divergence
 from spmdrl.config.base import Count, PathText, Positive, Section, Temperature, is_set, rule
 from spmdrl.types import NO_TEACHER
 
@@ -65,6 +66,8 @@ class TeacherConfig(Section):
     """The data sources whose responses it teaches, by their `task`. Unset: all that no other teacher names."""
     weight: Positive = 1.0
     """Weight of its divergence, which is a mean over the tokens of these sources alone."""
+    divergence: Divergence | None = None
+    """What is computed from its distributions. Unset: the `divergence` of `[distill]`."""
     hint_column: str | None = None
     """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
     answer. Unset: it sees what the policy sees."""
@@ -96,6 +99,11 @@ class DistillConfig(Section):
     teacher_temperature: Temperature | None = None
     """Temperature of the teacher's distribution. Unset: that of the policy, which is `rollout.temperature`, and 1 in
     fine-tuning."""
+
+    @property
+    def divergences(self) -> tuple[str, ...]:
+        """The divergence of each of `by_place`."""
+        return tuple(one.divergence or self.divergence for one in self.by_place)
 
     @property
     def over_vocabulary(self) -> bool:
@@ -139,7 +147,7 @@ def frozen_models(
 
 @rule(DistillConfig)
 def beta_belongs_to_jsd(distill: DistillConfig) -> Iterator[str]:
-    if distill.divergence != "jsd" and is_set(distill, "beta"):
+    if "jsd" not in distill.divergences and is_set(distill, "beta"):
         yield f'beta has no meaning with divergence = "{distill.divergence}"; remove it, or set divergence = "jsd"'
 
 
@@ -150,6 +158,17 @@ def top_tokens_belong_to_the_vocabulary(distill: DistillConfig) -> Iterator[str]
             'top_k has no meaning with divergence = "sampled_kl", which is about the sampled token alone; remove it, '
             'or set divergence = "reverse", "forward" or "jsd"'
         )
+
+
+@rule(DistillConfig)
+def sampled_tokens_are_those_of_all_teachers(distill: DistillConfig) -> Iterator[str]:
+    for place, one in enumerate(() if distill.over_vocabulary else distill.teachers):
+        if one.divergence is not None:
+            yield (
+                f'teachers.{place}.divergence = "{one.divergence}" is a loss over the whole vocabulary, and '
+                'divergence = "sampled_kl" a term of the advantages of all distilled tokens; remove it, or set '
+                'divergence = "reverse"'
+            )
 
 
 @rule(DistillConfig)

@@ -34,7 +34,7 @@ class Algorithm:
     advantage: AdvantageConfig
     loss: LossConfig
     correction: CorrectionConfig
-    name: str = OTHER_SOURCES  # the task of its source
+    name: str | None = None  # in metrics: the task of its source, or OTHER_SOURCES; None where it is that of no source
     weight: float = 1.0
 
     def changed_by(self, source: SourceAlgorithm, name: str) -> Algorithm:

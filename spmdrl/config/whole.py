@@ -35,7 +35,7 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.config.source_algorithm import Algorithm
+from spmdrl.config.source_algorithm import OTHER_SOURCES, Algorithm
 
 
 class Config(Section):
@@ -81,7 +81,8 @@ class Config(Section):
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
         """The run's algorithm, and those of data sources that have one; a rollout names its own by the place here."""
-        run = Algorithm(self.advantage, self.loss, self.correction)
+        is_used = any(one.algorithm is None for one in self.data.sources)
+        run = Algorithm(self.advantage, self.loss, self.correction, OTHER_SOURCES if is_used else None)
         own = {one.task: one.algorithm for one in self.data.sources if one.algorithm is not None}
         return (run, *(run.changed_by(one, task) for task, one in own.items()))
 
@@ -93,7 +94,7 @@ class Config(Section):
     @property
     def algorithm_places(self) -> dict[str, int]:
         """The places of the algorithms by the task of their data source; all others have the run's."""
-        return {one.name: place for place, one in enumerate(self.algorithms) if place}
+        return {one.name: place for place, one in enumerate(self.algorithms) if place and one.name is not None}
 
     def under(self, algorithm: Algorithm) -> Config:
         """Return the run whose sources all have this algorithm."""

@@ -57,10 +57,10 @@ def mismatch_by_depth(drift: Mismatch, micro_batch: MicroBatch, depths: list[int
     }
 
 
-def effective_fraction(weights: Tensor, loss_mask: Tensor) -> Deferred:
-    """Effective sample size of weights [T] over the loss tokens; in float64, where squares of large weights fit."""
-    seen = torch.where(loss_mask, weights.double(), 0.0)
-    numbers = torch.stack([seen.sum(), seen.square().sum(), loss_mask.sum().double()])
+def effective_fraction(weights: Tensor, where: Tensor) -> Deferred:
+    """Effective sample size of weights [T] over some tokens, [T] bool; in float64, where squares of large ones fit."""
+    seen = torch.where(where, weights.double(), 0.0)
+    numbers = torch.stack([seen.sum(), seen.square().sum(), where.sum().double()])
     return Deferred(numbers, lambda found: EffectiveFraction(*found))
 
 

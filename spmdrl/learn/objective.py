@@ -146,7 +146,8 @@ class Objective:
     means: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T], to be averaged over loss tokens
     peaks: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T] >= 0, to be maximised
     worst: dict[str, Tensor] = field(default_factory=dict)  # per-token values [T]; the greatest in size are reported
-    weights: dict[str, Tensor] = field(default_factory=dict)  # [T] >= 0, whose effective sample size is reported
+    # [T] >= 0, whose effective sample size is reported, over the tokens where the second is True, [T].
+    weights: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Per-token values [T], to be averaged over other tokens than the loss tokens: those where the second is True, [T].
     elsewhere: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     expert_loads: Tensor | None = None  # [L, E], tokens of each expert
@@ -242,8 +243,8 @@ class PolicyObjective:
             expert_loads=outputs.expert_loads,
             per_token=per_token.detach(),
             weights={
-                "mismatch/effective_fraction": drift.mismatch.double().exp(),
-                **({"correction/effective_fraction": weighed.weights} if weighed.means else {}),
+                "mismatch/effective_fraction": (drift.mismatch.double().exp(), mask),
+                **({"correction/effective_fraction": (weighed.weights, mask)} if weighed.means else {}),
             },
         )
 
@@ -257,15 +258,15 @@ def distilled(divergence: Tensor, micro_batch: MicroBatch) -> Tensor:
 def distill_values(
     divergence: Tensor, micro_batch: MicroBatch, distill: DistillConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Divergences [T] to report, and where [T] they are averaged: over all distilled tokens and by teacher."""
-    values, weights = divergence.detach(), micro_batch.distill_weights
-    assert weights is not None
-    name = f"distill/{distill.divergence}_nats"
-    taught: dict[str, Tensor] = {}
-    for place, one in enumerate(distill.teachers):
+    """Divergences [T] to report, and where [T] they are averaged: over all tokens with one of that kind, and by teacher
+    where there are several."""
+    values, found = divergence.detach(), dict[str, tuple[Tensor, Tensor]]()
+    for place, (one, kind) in enumerate(zip(distill.by_place, distill.divergences, strict=True)):
         where = micro_batch.taught_by(place).to(values.device)
-        taught[one.model] = where | taught[one.model] if one.model in taught else where  # with a hint and without
-    return {name: (values, weights != 0)} | {f"{name}_{model}": (values, where) for model, where in taught.items()}
+        for whose in ("", f"_{one.model}") if distill.teachers else ("",):
+            before = found.get(name := f"distill/{kind}_nats{whose}")
+            found[name] = values, where if before is None else where | before[1]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

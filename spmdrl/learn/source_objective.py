@@ -14,6 +14,8 @@ from spmdrl.learn.objective import Objective, ObjectiveFunction, PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
 
+_Somewhere = dict[str, tuple[Tensor, Tensor]]  # values [T], and where they are, [T] bool
+
 
 def policy_objective(
     cfg: Config,
@@ -40,43 +42,51 @@ class SourcesObjective:
     """The sum of the objectives of several algorithms, each of the sequences that name it."""
 
     parts: tuple[PolicyObjective, ...]
-    names: tuple[str, ...]
+    names: tuple[str | None, ...]  # in metrics
     compares: tuple[bool, ...]  # whether each of them uses the reference
 
     def __call__(self, outputs: TokenLogprobs, micro_batch: MicroBatch) -> Objective:
         found: list[tuple[Objective, Tensor]] = []
-        elsewhere: dict[str, tuple[Tensor, Tensor]] = {}
+        elsewhere: _Somewhere = {}
         for place, (part, name, compares) in enumerate(zip(self.parts, self.names, self.compares, strict=True)):
             seen = micro_batch.owned_by(place)
             if not compares:
                 seen = replace(seen, ref_logprobs=None)
             objective = part(outputs, seen)
             found.append((objective, seen.loss_mask))
-            for metric in ("update/entropy_nats", "update/clip_fraction"):
-                elsewhere[f"{metric}_{name}"] = objective.means[metric], seen.loss_mask
-            assert objective.per_token is not None
-            elsewhere[f"loss/mean_{name}"] = objective.per_token, seen.loss_mask
+            if name is not None:
+                assert objective.per_token is not None
+                elsewhere[f"loss/mean_{name}"] = objective.per_token, seen.loss_mask
+                for metric in ("update/entropy_nats", "update/clip_fraction"):
+                    elsewhere[f"{metric}_{name}"] = objective.means[metric], seen.loss_mask
         common = set.intersection(*(set(one.means) for one, _ in found))
+        weights: _Somewhere = {}
         for one, own in found:
             some = {name: (values, own) for name, values in one.means.items() if name not in common}
-            for name, (values, where) in (one.elsewhere | some).items():
-                before, there = elsewhere.get(name, (torch.zeros_like(values), torch.zeros_like(where)))
-                elsewhere[name] = torch.where(where, values, before), there | where
+            _join(elsewhere, one.elsewhere | some)
+            _join(weights, one.weights)
         return Objective(
             loss_sum=torch.stack([one.loss_sum for one, _ in found]).sum(),
             means={name: values for name, values in _all(found, "means").items() if name in common},
             peaks=_all(found, "peaks"),
             worst=_all(found, "worst"),
-            weights=_all(found, "weights", without=1.0),
+            weights=weights,
             elsewhere=elsewhere,
             expert_loads=outputs.expert_loads,
         )
 
 
-def _all(found: Sequence[tuple[Objective, Tensor]], kind: str, without: float = 0.0) -> dict[str, Tensor]:
-    """Join the values [T] of algorithms, each of its own tokens; a token has `without` where there is none."""
+def _join(joined: _Somewhere, more: _Somewhere) -> None:
+    """Add values of some tokens to those of others."""
+    for name, (values, where) in more.items():
+        before, there = joined.get(name, (torch.zeros_like(values), torch.zeros_like(where)))
+        joined[name] = torch.where(where, values, before), there | where
+
+
+def _all(found: Sequence[tuple[Objective, Tensor]], kind: str) -> dict[str, Tensor]:
+    """Join the values [T] of algorithms, each of its own tokens; a token has 0 where there is none."""
     joined: dict[str, Tensor] = {}
     for one, own in found:
         for name, values in getattr(one, kind).items():
-            joined[name] = torch.where(own, values, joined.get(name, torch.full_like(values, without)))
+            joined[name] = torch.where(own, values, joined.get(name, torch.zeros_like(values)))
     return joined

@@ -220,7 +220,7 @@ def _reduced(result: Objective, micro_batch: MicroBatch) -> dict[str, Deferred]:
     if (loads := result.expert_loads) is not None:
         metrics["experts/max_load_ratio"] = Deferred(loads, partial(_balance, True, loads.shape[1]))
         metrics["experts/load_entropy_fraction"] = Deferred(loads, partial(_balance, False, loads.shape[1]))
-    return metrics | {name: effective_fraction(weights, loss_mask) for name, weights in result.weights.items()}
+    return metrics | {name: effective_fraction(*weights) for name, weights in result.weights.items()}
 
 
 def _balance(is_peak: bool, num_experts: int, loads: list[float]) -> Metric:

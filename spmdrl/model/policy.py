@@ -19,7 +19,7 @@ from spmdrl.families import LogitScale, VisionFamily
 from spmdrl.model.attention import IMPLEMENTATION, on_packed, packed_attention
 from spmdrl.model.attention_layer import Attend
 from spmdrl.model.context import ContextRanks, context_attention, context_tree_attention, gather_tokens
-from spmdrl.model.divergence import Divergence, TeacherHead, top_tokens
+from spmdrl.model.divergence import TeacherHead, top_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logits_tile import Scale
 from spmdrl.model.logprobs import HeadOptions, place_at, predicting_tokens
@@ -283,9 +283,9 @@ class PackedModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """The teachers of an update, and the divergence that it takes from their distributions."""
+    """The teachers of an update, and the divergences that it takes from their distributions."""
 
-    kind: Divergence
+    kinds: Sequence[str]  # the `Divergence` of each teacher
     beta: float  # of "jsd"
     # Of each teacher: its head, this rank's rows of it on the device; or the temperature of one that has the policy's;
     # None where it has named its most probable tokens.
@@ -367,7 +367,8 @@ class Policy(PackedModel):
         assert self.teaching is not None
         alone = torch.ones(len(predicting.tokens), dtype=torch.bool)
         parts: list[tuple[Tensor, Iterable[Tensor]]] = []
-        for place, (its_head, said) in enumerate(zip(self.teaching.heads, micro_batch.teacher_outputs, strict=True)):
+        teachers = zip(self.teaching.kinds, self.teaching.heads, micro_batch.teacher_outputs, strict=True)
+        for place, (kind, its_head, said) in enumerate(teachers):
             if said is None:
                 continue
             mine = micro_batch.taught_by(place)[predicting.tokens]
@@ -386,7 +387,7 @@ class Policy(PackedModel):
                 *head,
                 predicting.token_ids[rows],
                 self._options,
-                kind=self.teaching.kind,
+                kind=kind,
                 beta=self.teaching.beta,
                 **teacher,
             )

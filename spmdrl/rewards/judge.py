@@ -290,8 +290,10 @@ def scores_in(answer: str, term: JudgeReward, count: int) -> list[float]:
         return [_scaled(one, term) for one in said]
     if sorted(map(_number, said)) != [*range(1, count + 1)]:
         raise ValueError(f"the judge's ranking is {_shown(said)}, and not each of the numbers 1 to {count} once")
+    if count == 1:
+        return [0.5]  # the best and the worst
     place = {int(_number(one)): place for place, one in enumerate(said)}
-    return [1.0 - place[number] / max(1, count - 1) for number in range(1, count + 1)]
+    return [1.0 - place[number] / (count - 1) for number in range(1, count + 1)]
 
 
 def _said_in(answer: str, term: JudgeReward) -> Any:

@@ -9,7 +9,7 @@ and one that is resumed with other settings, whose versions have other weights, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,10 +33,11 @@ class PolicyJudge:
         stop_token_ids: frozenset[int],
         cfg: Config,
         said: Cache | None,
+        mark_progress: Callable[[], None],
     ) -> None:
-        """`said` has the answers of before; None: they are not cached."""
+        """`said` has the answers of before; None: they are not cached. `mark_progress` is called with each answer."""
         self._engine, self._tokenizer, self._stops, self._cfg = engine, tokenizer, stop_token_ids, cfg
-        self._said = said or Cache(None)
+        self._said, self._mark_progress = said or Cache(None), mark_progress
         self._settings = self._said.key({"settings": repr(cfg)})
 
     def __call__(self, term: JudgeReward, questions: Sequence[str]) -> list[str | ValueError]:
@@ -54,6 +55,7 @@ class PolicyJudge:
         if asked:
             names = list(asked)
             for place, response in self._engine.generate(asked.values()):
+                self._mark_progress()
                 self._said.add(names[place], decode(self._tokenizer, response.token_ids))
         return [key if isinstance(key, ValueError) else self._answer(key) for key in keys]
 

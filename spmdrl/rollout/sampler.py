@@ -179,7 +179,8 @@ def _open_policy_judge(run: Launch[Config], engine: RolloutEngine) -> PolicyJudg
     if not run.cfg.reward.max_judged_tokens:
         return None
     said = run.enter(closing(Cache(run.folder.judged / POLICY)))
-    return PolicyJudge(engine, run.inputs.tokenizer, run.inputs.stop_token_ids, run.cfg, said)
+    inputs = run.inputs
+    return PolicyJudge(engine, inputs.tokenizer, inputs.stop_token_ids, run.cfg, said, run.watch.mark_progress)
 
 
 def _followed_schedule(cfg: Config) -> dict[int, Mapping[str, Any]] | None:

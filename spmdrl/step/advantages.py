@@ -357,7 +357,7 @@ def _source_metrics(micro_batches: list[MicroBatch], cfg: Config) -> Iterator[Me
     """Yield the mean size of the advantages of each algorithm's loss tokens, where there are several."""
     algorithms = cfg.algorithms
     for place, one in enumerate(algorithms if len(algorithms) > 1 else ()):
-        for micro_batch in micro_batches:
+        for micro_batch in () if one.name is None else micro_batches:
             assert micro_batch.advantages is not None
             size = micro_batch.advantages[micro_batch.owned_by(place).loss_mask].abs().double()
             yield {f"advantage/size_{one.name}": Mean(float(size.sum()), float(len(size)))}

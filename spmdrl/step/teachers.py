@@ -108,12 +108,12 @@ class FrozenModels:
     @contextmanager
     def teaching(self) -> Iterator[None]:
         """Surround updates: the policy takes divergences from the teachers; heads that it needs are on the device."""
-        if self._distill is None or self._distill.divergence == "sampled_kl":
+        if self._distill is None or not self._distill.over_vocabulary:
             yield
             return
         num_rows = self._policy.num_head_rows
         heads = [model.head(num_rows) if self._distill.needs_heads else None for model in self._teachers]
-        with self._policy.learning_from(Teaching(self._distill.divergence, self._distill.jsd_beta, heads)):
+        with self._policy.learning_from(Teaching(self._distill.divergences, self._distill.jsd_beta, heads)):
             yield
 
 

@@ -162,7 +162,7 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
             restore_images=held_out.prompts.restore,
             in_order=True,
         )
-        judge = PolicyJudge(engine, held_out.tokenizer, held_out.stop_token_ids, cfg, None)
+        judge = PolicyJudge(engine, held_out.tokenizer, held_out.stop_token_ids, cfg, None, lambda: None)
         return rewards.collect(rewards.complete(pending, judge))
 
 

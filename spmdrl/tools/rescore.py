@@ -59,7 +59,6 @@ def rescore(folder: RunFolder, cfg: Config, steps: Sequence[int]) -> list[Rescor
         for step in steps
         for part in read_parts(folder.rollouts, step)
         for rollout, before in part.outcomes
-        if not rollout.is_baseline
     ]
     data = {one: prompts.take(one, 1)[0] for one in {rollout.prompt.prompt_id for _, rollout, _ in saved}}
     for _, rollout, _ in saved:
@@ -78,6 +77,7 @@ def rescore(folder: RunFolder, cfg: Config, steps: Sequence[int]) -> list[Rescor
     return [
         Rescored(step, rollout, decode(tokenizer, rollout.turns[-1].response.token_ids), before, now)
         for (step, _, before), (rollout, now) in zip(saved, outcomes, strict=True)
+        if not rollout.is_baseline  # judges of groups have seen it
     ]
 
 

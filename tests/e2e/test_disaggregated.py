@@ -27,6 +27,11 @@ from tests.helpers.small_run import (
 
 APART = ('rollout.placement="disaggregated"', "report.samples_per_step=100")
 IN_STEP = "rollout.max_staleness=0"
+JUDGED = (
+    "reward.terms=[{kind='judge',url='policy',max_question_tokens=180,max_answer_tokens=20,temperature=1.0,"
+    "template='{rubric} {response}',rubric='Rate',score_pattern='([0-9])',highest=9.0}]",
+    "eval.success_at=0.5",
+)
 FP8 = ("rollout.quantization=fp8", "correction.kind=tis", "debug.assert_on_policy=false")
 
 
@@ -48,14 +53,17 @@ def alone(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fewer", [(), FP8], ids=["as_it_is", "fp8"])
-def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path, fewer: tuple[str, ...]) -> None:
-    if fewer:
-        alone = folder / "runs/alone-fp8"
-        launch(folder, 1, f"run.name={alone.name}", "report.samples_per_step=100", *fewer)
+@pytest.mark.parametrize("settings", [(), FP8, JUDGED], ids=["as_it_is", "fp8", "judged_by_the_policy"])
+def test_in_step_it_is_the_colocated_run_bit_for_bit(folder: Path, alone: Path, settings: tuple[str, ...]) -> None:
+    if settings:
+        alone = folder / f"runs/alone-{settings is FP8}"
+        launch(folder, 1, f"run.name={alone.name}", "report.samples_per_step=100", *settings)
+    if settings is FP8:
         assert rows(alone)[1]["mismatch/max_abs_nats"] > 1e-3, "the engine samples with the trainer's own numbers"
+    if settings is JUDGED:
+        assert {sample["reward"] for sample in samples(alone)} > {0.0}, "the policy has given no score"
     apart = alone.with_name(alone.name.replace("alone", "apart"))
-    launch(folder, 2, f"run.name={apart.name}", *APART, IN_STEP, "rollout.num_ranks=1", *fewer)
+    launch(folder, 2, f"run.name={apart.name}", *APART, IN_STEP, "rollout.num_ranks=1", *settings)
     assert samples(apart) == samples(alone)
     assert steady_rows(apart) == steady_rows(alone)
     assert_same_weights(alone, apart)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
+import tomlkit
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +21,7 @@ from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.cuts import cut, entering, nowhere
+from tests.helpers.judges import judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -336,23 +339,36 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_kills(
     assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1
 
 
-def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(tmp_path: Path) -> None:
-    """Killed when a step has been judged, it asks nothing again."""
-    alone = "template='{rubric} {response}',rubric='Rate',score_pattern='([0-9])',highest=9.0,temperature=1.0"
-    policy = 'kind="judge",url="policy",max_question_tokens=180,max_answer_tokens=20'
-    data = sums_from_files(tmp_path)["data"]
-    write_small_run(tmp_path, model={"num_layers": 2}, run={"num_steps": 2}, eval=None, data=data)
-    judges = f"[{{{policy},{alone}}}]"
-    settings = (str(tmp_path / "c.toml"), "checkpoint.every=1", f"reward.terms={judges}")
-    assert set(run_ranks(2, cut, [*settings, "run.name=whole"], nowhere)) == {0}
-    with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(2, cut, [*settings, "run.name=killed"], partial(entering, 2, "reward", signal.SIGKILL, rank=1))
-    before = _judged(tmp_path / "runs/killed")
-    assert set(run_ranks(2, cut, [*settings, "run.name=killed"], nowhere)) == {0}
-    runs = [tmp_path / "runs" / name for name in ("whole", "killed")]
+def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed when a step has been judged, by the policy and by a judge that sees whole groups with their greedy
+    responses, it asks nothing again. That judge says the same once more of the groups that were saved."""
+    policy = {"kind": "judge", "url": "policy", "max_question_tokens": 180, "max_answer_tokens": 20}
+    alone = {"template": "{rubric} {response}", "rubric": "Rate", "score_pattern": "([0-9])", "highest": 9.0}
+    tables = {"data": sums_from_files(tmp_path)["data"], "run": {"num_steps": 2}, "checkpoint": {"every": 1}}
+    with judge_server() as server:
+        terms = [server.term(group="scores"), {**policy, **alone, "temperature": 1.0}]
+        tables |= {"reward": {"terms": terms}, "advantage": {"estimator": "remax"}, "debug": {"save_rollouts": "all"}}
+        write_small_run(tmp_path, model={"num_layers": 2}, eval=None, **tables)
+        settings = [str(tmp_path / "c.toml")]
+        assert set(run_ranks(2, cut, [*settings, "run.name=whole"], nowhere)) == {0}
+        with pytest.raises(AssertionError, match="died without a word"):
+            run_ranks(2, cut, [*settings, "run.name=killed"], partial(entering, 2, "reward", signal.SIGKILL, rank=1))
+        before = _judged(tmp_path / "runs/killed")
+        assert set(run_ranks(2, cut, [*settings, "run.name=killed"], nowhere)) == {0}
+        runs = [tmp_path / "runs" / name for name in ("whole", "killed")]
+        again = tomllib.loads((runs[0] / "config.toml").read_text()) | {"reward": {"terms": terms[:1]}}
+        (tmp_path / "again.toml").write_text(tomlkit.dumps(again))
+        items = tmp_path / "items.jsonl"
+        given = [str(runs[0]), "--config", str(tmp_path / "again.toml"), "--items", str(items)]
+        assert rescore.main(given) == 0, capfd.readouterr().err
     assert steady_rows(runs[0]) == steady_rows(runs[1]) and sample_rows(runs[0]) == sample_rows(runs[1])
     assert _judged(runs[1]) == before and sum(said.count("\n") for said in before.values()) > 50
     assert all(row["reward/mean"] > 0 and 0 < row["reward/failed_count"] < 32 for row in rows(runs[0]))
+    rescored = [row for row in read_rows(items) if row["before"]["failure"] is None]
+    assert len(rescored) > 16
+    assert all(row["now"]["parts"]["judge"] == row["before"]["parts"]["judge"] for row in rescored)
 
 
 def _judged(run: Path) -> dict[str, str]:

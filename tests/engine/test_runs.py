@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_run import rows, torchrun, write_small_run
+from tests.helpers.small_run import rows, sample_rows, torchrun, write_small_run
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +58,23 @@ def test_ranks_train_while_an_engine_on_two_others_samples(folder: Path) -> None
     steps = [row for row in rows(folder / "runs/run") if "update/loss" in row]
     assert [row["rollout/max_staleness_steps"] for row in steps] == [0, 1, 1, 1]
     assert all(row["refit/probe_max_abs_nats"] < 1e-5 for row in steps)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_policy_judges_its_own_responses(folder: Path, num_ranks: int) -> None:
+    """On both ranks, and disaggregated by the engine of two ranks."""
+    apart = ('rollout.placement="disaggregated"', "rollout.num_ranks=2", "rollout.tp_size=2", "rollout.max_staleness=0")
+    judge = (
+        "reward.terms=[{kind='judge',url='policy',max_question_tokens=180,max_answer_tokens=20,temperature=1.0,"
+        "template='{rubric} {response}',rubric='Rate',score_pattern='([0-9])',highest=9.0}]",
+        "eval.success_at=0.5",
+        "report.samples_per_step=100",
+    )
+    torchrun(folder, num_ranks, *SETTINGS, *judge, *(apart if num_ranks == 3 else ()))
+    run = folder / "runs/run"
+    steps = [row for row in rows(run) if "update/loss" in row]
+    assert len(steps) == 4 and all(row["reward/mean"] > 0 and row["reward/failed_count"] < 32 for row in steps)
+    rewards = {row["reward"] for row in sample_rows(run) if "response" in row}
+    assert {0.0} < rewards <= {digit / 9 for digit in range(10)}
+    said = [path.read_text().count("\n") for path in sorted((run / "judged/policy").iterdir())]
+    assert len(said) == (2 if num_ranks == 2 else 1) and min(said) > 20

@@ -124,8 +124,11 @@ def _whole_vocabulary(
     teachers: list[tuple[str, float]],
     sequences: list[Sequence] | None = None,
     k: int | None = None,
+    last_kind: str | None = None,
 ) -> Outcome:
-    """Make that update from all logits at once; with `k`, all but the teacher's k most probable tokens are one."""
+    """Make that update from all logits at once; with `k`, all but the teacher's k most probable tokens are one.
+
+    `last_kind` is the last teacher's divergence, where it has another."""
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64)
     losses, weights_of = [], []
     for place, (name, weight) in enumerate(teachers):
@@ -147,7 +150,8 @@ def _whole_vocabulary(
                         torch.cat([x.gather(-1, best), x.gather(-1, rest).logsumexp(-1, keepdim=True)], -1)
                         for x in (s, t)
                     )
-                found.append(_divergence(s, t, kind, beta)[wanted])
+                its_kind = last_kind if last_kind and place == len(teachers) - 1 else kind
+                found.append(_divergence(s, t, its_kind, beta)[wanted])
         losses.append(torch.cat(found).mean())
         weights_of.append(weight)
     loss = sum(weight * one for weight, one in zip(weights_of, losses, strict=True))
@@ -157,6 +161,7 @@ def _whole_vocabulary(
     return moved, {
         "update/loss": float(loss.detach()),
         f"distill/{kind}_nats_{teachers[0][0]}": float(losses[0].detach()),
+        f"distill/{last_kind or kind}_nats_{teachers[-1][0]}": float(losses[-1].detach()),
     }
 
 
@@ -173,24 +178,30 @@ def _divergence(s: Tensor, t: Tensor, kind: str, beta: float) -> Tensor:
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_the_gradient_is_that_of_all_logits(folder: Path, kind: str) -> None:
     beta = {"beta": 0.3} if kind == "jsd" else {}
+    other = {"reverse": "forward", "forward": "jsd", "jsd": "reverse"}[kind]
+    big, wide = BOTH["teachers"]
     cases: list[Case] = [
         ({**ONE, "divergence": kind, **beta}, {}, {}),
         ({**BOTH, "divergence": kind, **beta}, {}, {}),
         ({"teacher": "padded", "divergence": kind, **beta}, {}, {}),
         ({**BOTH, "divergence": kind, **beta}, {}, {"plan": {"max_tokens_per_micro_batch": 4096}}),
         ({**BOTH, "divergence": kind, **beta, "top_k": 12}, {}, {}),
+        ({"teachers": [big, {**wide, "divergence": other}], "divergence": kind, "beta": 0.3}, {}, {}),
     ]
     (found,) = run_ranks(1, _distil_each, folder, cases)
     start = initial(str(folder / "student"))
     two = [("big", 0.5), ("wide", 2.0)]
-    compared = (([("big", 1.0)], None), (two, None), ([("padded", 1.0)], None), (two, None), (two, 12))
-    for (weights, metrics), (teachers, k) in zip(found, compared, strict=True):
-        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers, k=k)
+    one, padded = [("big", 1.0)], [("padded", 1.0)]
+    compared = (one, None, None), (two, None, None), (padded, None, None), (two, None, None), (two, 12, None)
+    for (weights, metrics), (teachers, k, last_kind) in zip(found, (*compared, (two, None, other)), strict=True):
+        expected, numbers = _whole_vocabulary(folder, kind, 0.3, teachers, k=k, last_kind=last_kind)
         assert_same_change(expected, weights, start, 2e-5)
         assert metrics["update/loss"] == pytest.approx(numbers["update/loss"], rel=1e-5)
         if len(teachers) == 2:
-            name = f"distill/{kind}_nats_big"
-            assert metrics[name] == pytest.approx(numbers[name], rel=1e-5)
+            assert {name: metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+        if last_kind is not None:
+            assert metrics[f"distill/{last_kind}_nats"] == metrics[f"distill/{last_kind}_nats_wide"]
+            assert metrics[f"distill/{kind}_nats"] == metrics[f"distill/{kind}_nats_big"]
 
 
 LAYOUTS: dict[int, list[dict[str, int]]] = {2: [{}, {"cp": 2}, {"tp": 2}], 4: [{"cp": 2}, {"tp": 2, "cp": 2}]}

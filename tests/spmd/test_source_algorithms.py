@@ -154,6 +154,9 @@ def test_a_step_of_two_algorithms_is_the_sum_of_two_steps(path: str) -> None:
         assert metrics["update/loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
         for name, source in (("update/entropy_nats", its), ("update/clip_fraction", its)):
             assert metrics[f"{name}_t0"] == pytest.approx(source[name], rel=1e-4, abs=1e-6)
+        assert not [name for name in metrics if name.endswith("_others")], "no source has the run's algorithm"
+    name = "correction/effective_fraction"
+    assert found[0][1][name] == pytest.approx(found[3][1][name], rel=1e-5), "the second source has no correction"
     (both, metrics) = found[5]
     for weights, numbers in divided:
         assert_same_change(both, weights, start, 1e-5)

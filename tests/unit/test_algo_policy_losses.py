@@ -16,6 +16,7 @@ from spmdrl.algo.segments import sequence_means
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import COLUMNS, PolicyObjective, policy_loss_function, policy_loss_problems
 from spmdrl.model.policy import TokenLogprobs
+from spmdrl.preflight.inputs import _loss_problems
 from spmdrl.types import MicroBatch
 from tests.helpers import oracle
 from tests.helpers.groups import groups_config
@@ -211,6 +212,22 @@ def test_a_function_of_the_users_is_a_loss() -> None:
     torch.testing.assert_close(loss.per_token, 2 * expected.per_token, rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient, 2 * slope, rtol=1e-12, atol=0)
     assert torch.equal(loss.ratio, expected.ratio)
+
+
+tried: list[int] = []
+
+
+def counted(logprobs, advantages):
+    tried.append(1)
+    return -logprobs * advantages
+
+
+def test_a_function_that_several_algorithms_have_is_tried_once() -> None:
+    source = {"kind": "jsonl", "path": "a"}
+    own = {"advantage": {"estimator": "rloo"}}
+    data = {"sources": [{**source, "task": "a"}, {**source, "task": "b", "algorithm": own}]}
+    assert list(_loss_problems(groups_config(loss={"kind": f"{__name__}:counted"}, data=data))) == []
+    assert len(tried) == 1
 
 
 def test_a_function_of_the_users_asks_for_columns_and_returns_metrics() -> None:

@@ -460,6 +460,11 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "biases_of_experts_can_move": ("optim.expert_bias_rate=0.001", "lora.rank=3"),
     "beta_belongs_to_jsd": (*DISTILL, "distill.beta=0.3"),
     "top_tokens_belong_to_the_vocabulary": (*DISTILL, "distill.top_k=8", "distill.divergence=sampled_kl"),
+    "sampled_tokens_are_those_of_all_teachers": (
+        'models={t={path="t"}}',
+        "distill.divergence=sampled_kl",
+        'distill.teachers=[{model="t",divergence="jsd"}]',
+    ),
     "there_is_a_teacher": (*DISTILL, 'distill.teachers=[{model="t"}]'),
     "a_task_has_one_teacher": ('models={t={path="t"}}', 'distill.teachers=[{model="t"},{model="t"}]'),
     "models_are_used": ('models={t={path="t"}}',),

@@ -56,7 +56,7 @@ def loss_and_gradient(
         total += float(result.loss_sum.detach())
         slopes += logprobs.grad[micro_batch.loss_mask].tolist()
         assert (logprobs.grad[~micro_batch.loss_mask] == 0).all()
-        parts = {k: effective_fraction(w, micro_batch.loss_mask) for k, w in result.weights.items()}
+        parts = {k: effective_fraction(*w) for k, w in result.weights.items()}
         effective += fetched([parts])
     return total, slopes, merge_all(effective)
 

@@ -432,7 +432,7 @@ def test_a_policy_that_is_taught_scores_its_tokens_as_without_a_teacher(kernel: 
     with torch.no_grad():
         micro_batch = replace(micro_batch, teacher_outputs=(teacher.hidden(micro_batch, 0),))
         alone = policy(micro_batch)
-        policy.teaching = Teaching(kind="reverse", beta=0.5, heads=[teacher.copied_head(97)])
+        policy.teaching = Teaching(kinds=["reverse"], beta=0.5, heads=[teacher.copied_head(97)])
         both = policy(micro_batch)
     limit = 1e-6 if kernel == "sdpa" else 0.0
     for one, other in ((alone.logprobs, both.logprobs), (alone.entropy, both.entropy)):

@@ -164,6 +164,7 @@ def test_what_is_said_of_a_group_is_read(
     assert "Response 2:\nb\n" in question_about([item("a"), item("b"), item("c")], term)
     if isinstance(found, list):
         assert scores_in(answer, term, 3) == found
+        assert group == "scores" or scores_in('{"ranking": [1]}', term, 1) == [0.5], "all others have failed"
     else:
         with pytest.raises(ValueError, match=re.escape(found)):
             scores_in(answer, term, 3)
@@ -219,9 +220,49 @@ class Echo(RolloutEngine):
         for place, request in enumerate(requests):
             assert request is not None
             self.asked.append(request)
-            said = f'{{"score": {score_of(decode(self._tokenizer, request.prompt_ids))}}}'
-            token_ids = encode_text(self._tokenizer, said)
+            question = decode(self._tokenizer, request.prompt_ids)
+            count = question.count("Response ")
+            said = f'"scores": {each_of(question, count)}' if count else f'"score": {score_of(question)}'
+            token_ids = encode_text(self._tokenizer, f"{{{said}}}")
             yield place, Response(token_ids=token_ids, logprobs=(), finish_reason="stop", spans=())
+
+
+def each_of(question: str, count: int) -> list[int]:
+    """The scores of a group that follow from the question about it, as `JudgeServer` gives them."""
+    return [(score_of(question) + 3 * place) % 11 for place in range(count)]
+
+
+def test_judges_of_groups_and_the_policy_judge_together() -> None:
+    """A group that one of them fails is not shown to the next."""
+    tokenizer, texts = byte_tokenizer(), (["a", "b"], ["c", "fails:no_score."])
+    rollouts = [
+        rollout_of(n, place, encode_text(tokenizer, text))
+        for n, pair in enumerate(texts)
+        for place, text in enumerate(pair)
+    ]
+    policy = {"kind": "judge", "url": "policy", "max_question_tokens": 200}
+    whole, alone = {"group": "scores", "template": "All: {responses}"}, {"template": "One: {response}", "weight": 0.5}
+    with judge_server() as counted:
+        terms = [counted.term(group="scores", max_retries=0), policy | whole, policy | alone]
+        reward = RewardConfig.model_validate({"terms": terms})
+        cfg = _config(reward, data=DataConfig.model_construct(), run=SimpleNamespace(seed=3))
+        engine = Echo(tokenizer)
+        with RewardClient(reward, tokenizer) as client:
+            judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, None, lambda: None)
+            pending = client.complete([client.submit(rollout) for rollout in rollouts], judge)
+            outcomes = [outcome for _, outcome in client.collect(pending)]
+    items = [item_of(prompt(), text) for text in texts[0]]
+    first, second, third = reward.judges.values()
+    server, group = (each_of(question_about(items, term), 2) for term in (first, second))
+    for place, outcome in enumerate(outcomes[:2]):
+        one = score_of(question_about([items[place]], third))
+        parts = {"judge": server[place] / 10, "judge_2": group[place] / 10, "judge_3": one / 10}
+        assert outcome.parts == parts and outcome.failure is None
+        assert outcome.reward == parts["judge"] + parts["judge_2"] + 0.5 * parts["judge_3"]
+    assert {outcome.failure for outcome in outcomes[2:]} == {
+        "judge: the judge's answer has no JSON object with \"scores\": it ends 'Good.'"
+    }
+    assert len(engine.asked) == 3
 
 
 def test_the_policy_is_asked_once_by_each_of_its_versions(tmp_path: Path) -> None:
@@ -237,9 +278,12 @@ def test_the_policy_is_asked_once_by_each_of_its_versions(tmp_path: Path) -> Non
 
     def ask(engine: Echo) -> list[str | ValueError]:
         said = Cache(tmp_path)
-        judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, said)
+        progress: list[int] = []
+        before = len(engine.asked)
+        judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, said, lambda: progress.append(1))
         found = judge(term, questions)
         said.close()
+        assert len(progress) == len(engine.asked) - before, "each answer is progress"
         return found
 
     engine = Echo(tokenizer)
