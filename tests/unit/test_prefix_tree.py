@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import AutoConfig, Gemma3Config
 
 from spmdrl.algo.prefix_tree import BLOCK_TOKENS, block_hashes, compared_tokens, prefix_tree, shared_tokens
+from spmdrl.config import LoraConfig
 from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention
 from spmdrl.model.layers import replace_layers
+from spmdrl.model.lora.layers import Pair
+from spmdrl.model.lora.targets import targets_of
 from spmdrl.model.operators import operators_of
 from spmdrl.model.policy import Critic, Policy, RewardModel
 from spmdrl.model.routes import Routers
@@ -154,13 +157,14 @@ MODELS: dict[str, Callable[..., str]] = {
         for name in ("gemma2", "nemotron_h", "lfm2", "falcon_h1", "deepseek_v3")
     },
 }
-# Their states are float32, and torch's products of experts know no float64.
-ONLY_FLOAT32 = {"qwen3_5", "nemotron_h", "lfm2", "falcon_h1", "gpt_oss", "deepseek_v3"}
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def policy_of(path: str, dtype: torch.dtype) -> Policy:
     config = AutoConfig.from_pretrained(path)
     model = model_class(config).from_pretrained(path, attn_implementation=attention_of(config), dtype=dtype).eval()
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped products know no float64
     replace_layers(model, operators_of("sdpa"))
     return Policy(model, kernel="sdpa", temperature=0.8, logits_chunk_tokens=64)
 
@@ -188,15 +192,35 @@ def test_a_model_gives_of_a_tree_what_it_gives_of_its_sequences(name: str, tmp_p
     assert tree.tree is not None and tree.num_computed < 0.8 * len(tree.token_ids)
     torch.testing.assert_close(tree.columns, flat.columns, rtol=0, atol=0, equal_nan=True)
     path = MODELS[name](tmp_path)
-    for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-6)):
-        if dtype == torch.float64 and name in ONLY_FLOAT32:
-            continue
+    for dtype, bound in BOUNDS.items():
         policy = policy_of(path, dtype)
         expected, found = outcome(policy, flat), outcome(policy, tree)
         assert expected.keys() == found.keys()
         for key, values in expected.items():
             apart = float((values - found[key]).norm() / values.norm().clamp(min=1e-3))
             assert apart <= bound, f"{name}, {key}: {apart:.1e} apart in {dtype}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_adapters_learn_of_a_tree_what_they_learn_of_its_sequences(name: str, tmp_path: Path) -> None:
+    sequences = sequences_of_trees(9, seed=3)
+    flat, tree = (lay_end_to_end(sequences, {}, shares_prefixes=shares) for shares in (False, True))
+    path = MODELS[name](tmp_path)
+    for dtype, bound in BOUNDS.items():
+        policy, leaves = policy_of(path, dtype), list[Tensor]()
+        policy.requires_grad_(False)
+        for target in targets_of(policy.model, LoraConfig().targets):
+            a, b = (torch.randn(shape, dtype=dtype).mul_(0.1).requires_grad_() for shape in target.shapes(4))
+            target.install(Pair(a, b), scale=2.0, is_on=lambda: True)
+            leaves += [a, b]
+        assert len(leaves) > 20
+        gradients = []
+        for micro_batch in (flat, tree):
+            scores = policy(micro_batch)
+            loss = (torch.linspace(-1, 1, len(scores.logprobs)) * (scores.logprobs + 0.3 * scores.entropy)).sum()
+            gradients.append(torch.autograd.grad(loss, leaves))
+        for one, other in zip(*gradients, strict=True):
+            assert one.dtype == dtype and float((one - other).norm() / one.norm().clamp(min=1e-3)) <= bound
 
 
 def test_a_critic_and_a_reward_model_score_a_tree_as_its_sequences(tmp_path: Path) -> None:
@@ -222,12 +246,13 @@ def test_images_are_shared_where_their_pixels_are(tmp_path: Path) -> None:
     ]
     flat, tree = (lay_end_to_end(sequences, {}, shares_prefixes=shares) for shares in (False, True))
     assert tree.tree is not None
-    policy = policy_of(path, torch.float32)
     pixels = tuple(one.pixels for one in shown)
-    expected, found = (outcome(policy, replace(one, pixels=pixels)) for one in (flat, tree))
-    assert any(".visual." in name for name in expected)
-    for key, values in expected.items():
-        assert float((values - found[key]).norm() / values.norm().clamp(min=1e-3)) <= 1e-5, key
+    for dtype, bound in BOUNDS.items():
+        policy = policy_of(path, dtype)
+        expected, found = (outcome(policy, replace(one, pixels=pixels)) for one in (flat, tree))
+        assert any(".visual." in name for name in expected)
+        for key, values in expected.items():
+            assert float((values - found[key]).norm() / values.norm().clamp(min=1e-3)) <= bound, key
     (image, *others) = first.images
     other = replace(first, images=(replace(image, digest="0" * 32), *others))
     (shared,) = {shared_tokens(*map(compared_tokens, pair)) for pair in [(first, other), (other, first)]}
