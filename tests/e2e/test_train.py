@@ -15,13 +15,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from spmdrl.checkpoint.manifest import newest_step
+from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
+from spmdrl.rollout.files import read_parts
 from spmdrl.tools import rescore
 from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.cuts import cut, entering, nowhere
-from tests.helpers.judges import judge_server
+from tests.helpers.judges import FAILURES, judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -369,6 +373,38 @@ def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(
     rescored = [row for row in read_rows(items) if row["before"]["failure"] is None]
     assert len(rescored) > 16
     assert all(row["now"]["parts"]["judge"] == row["before"]["parts"]["judge"] for row in rescored)
+
+
+def test_a_judge_that_fails_in_every_way_fails_these_rollouts_and_no_others(tmp_path: Path) -> None:
+    """All are counted, and beyond `max_failed_fraction` the run ends before it has changed a weight."""
+    how = [kind for kind in FAILURES for _ in range(3)]
+    records = [{"prompt": f"{place} =", "answer": "1", "how": kind} for place, kind in enumerate([""] * 45 + how)]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    kinds = {record["prompt"]: record["how"] for record in records}
+    with judge_server() as server:
+        term = server.term(rubric=None, template="{prompt} {response} fails:{how}.", timeout_s=0.6)
+        tables = {"data": {"sources": [{"kind": "jsonl", "path": f"{path}"}]}, "reward": {"terms": [term]}}
+        tables |= {"debug": {"save_rollouts": "all"}, "loss": {"updates_per_step": 1}}
+        write_small_run(tmp_path, model={"num_layers": 1}, eval=None, **tables)
+        argv = [str(tmp_path / "c.toml"), "rollout.group_size=2", "rollout.prompts_per_step=16"]
+        assert run_ranks(1, cut, [*argv, "run.name=all"], nowhere) == [0]
+        assert run_ranks(1, cut, [*argv, "run.name=few", "reward.max_failed_fraction=0.1"], nowhere) != [0]
+    seen = set()
+    for row in rows(tmp_path / "runs/all"):
+        parts = read_parts(tmp_path / "runs/all/rollouts", row["step"])
+        outcomes = [one for part in parts for one in part.outcomes]
+        assert len(outcomes) == 32
+        for rollout, outcome in outcomes:
+            kind = kinds[rollout.prompt.text]
+            seen |= {kind}
+            assert (outcome.failure is None) == (not kind), outcome
+            assert outcome.failure is None or FAILURES[kind] in outcome.failure
+        assert row["reward/failed_count"] == sum(outcome.failure is not None for _, outcome in outcomes)
+    assert len(seen - {""}) >= 10
+    error = read_error(FaultFiles(tmp_path / "runs/few"))
+    assert error is not None and "of 32 rewards failed, and reward.max_failed_fraction = 0.1" in error.message
+    assert rows(tmp_path / "runs/few") == [] and newest_step(tmp_path / "runs/few/checkpoints") is None
 
 
 def _judged(run: Path) -> dict[str, str]:
