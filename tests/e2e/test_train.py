@@ -383,11 +383,12 @@ def test_a_judge_that_fails_in_every_way_fails_these_rollouts_and_no_others(tmp_
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     kinds = {record["prompt"]: record["how"] for record in records}
     with judge_server() as server:
-        term = server.term(rubric=None, template="{prompt} {response} fails:{how}.", timeout_s=0.6)
+        term = server.term(template="{rubric} {prompt} {response} fails:{how}.", timeout_s=0.6)
         tables = {"data": {"sources": [{"kind": "jsonl", "path": f"{path}"}]}, "reward": {"terms": [term]}}
         tables |= {"debug": {"save_rollouts": "all"}, "loss": {"updates_per_step": 1}}
         write_small_run(tmp_path, model={"num_layers": 1}, eval=None, **tables)
-        argv = [str(tmp_path / "c.toml"), "rollout.group_size=2", "rollout.prompts_per_step=16"]
+        # With that seed the first question, which a run asks before it starts, is one that is answered.
+        argv = [str(tmp_path / "c.toml"), "rollout.group_size=2", "rollout.prompts_per_step=16", "run.seed=5"]
         assert run_ranks(1, cut, [*argv, "run.name=all"], nowhere) == [0]
         assert run_ranks(1, cut, [*argv, "run.name=few", "reward.max_failed_fraction=0.1"], nowhere) != [0]
     seen = set()
@@ -401,10 +402,10 @@ def test_a_judge_that_fails_in_every_way_fails_these_rollouts_and_no_others(tmp_
             assert (outcome.failure is None) == (not kind), outcome
             assert outcome.failure is None or FAILURES[kind] in outcome.failure
         assert row["reward/failed_count"] == sum(outcome.failure is not None for _, outcome in outcomes)
-    assert len(seen - {""}) >= 10
+    assert seen == {"", *FAILURES}
     error = read_error(FaultFiles(tmp_path / "runs/few"))
     assert error is not None and "of 32 rewards failed, and reward.max_failed_fraction = 0.1" in error.message
-    assert rows(tmp_path / "runs/few") == [] and newest_step(tmp_path / "runs/few/checkpoints") is None
+    assert rows(tmp_path / "runs/few") == [] and not newest_step(tmp_path / "runs/few/checkpoints")
 
 
 def _judged(run: Path) -> dict[str, str]:
