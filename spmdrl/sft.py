@@ -30,7 +30,7 @@ def fine_tune(run: Launch[SftConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         policy = run.load_policy()
-        frozen = FrozenModels.of(run, policy)
+        frozen = FrozenModels.of(run, policy, run.inputs.images.store)
     objective = SftObjective(cfg.sft.loss_coef, cfg.distill)
     learner = Learner(
         policy, cfg.optim, objective, num_updates=plan.num_updates, dtype=run.dtype, followers=frozen.followers

@@ -68,7 +68,7 @@ def train(run: Launch[Config]) -> None:
         return serve(run)
     with report.span("load"):
         policy = run.load_policy()  # every rank reads its own shards: FSDP2
-        frozen = FrozenModels.of(run, policy)
+        frozen = FrozenModels.of(run, policy, run.inputs.images.store)
         learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype, followers=frozen.followers)
         scorers = Scorers(run)
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))

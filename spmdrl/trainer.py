@@ -140,7 +140,7 @@ class Loop:
         cfg, plan, meshes, report = run.cfg, run.plan, run.meshes, run.report
         with report.span("load"):
             policy = run.load_policy()
-            self._frozen = FrozenModels.of(run, policy)
+            self._frozen = FrozenModels.of(run, policy, run.inputs.images.store)
             self._learners = start_learners(
                 policy, cfg, plan, meshes, dtype=run.dtype, followers=self._frozen.followers
             )

@@ -61,6 +61,7 @@ class FrozenModelSize:
     decoder: Decoder  # of the whole model
     on_device: bool  # where its shards rest
     teaches_vocabulary: bool  # its head is on the device during updates, and its hidden states wait on the host
+    tower: Tower | None = None  # that looks at images for it alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,16 @@ class Rank:
 
     def for_frozen(self) -> list[Rank]:
         """Describe this rank with each of the frozen models in place of the policy."""
-        return [dataclasses.replace(self, size=one.size, decoder=one.decoder) for one in self.frozen]
+        return [
+            dataclasses.replace(
+                self,
+                size=one.size,
+                decoder=one.decoder,
+                tower=one.tower or self.tower,
+                has_frozen_tower=self.has_frozen_tower or one.tower is not None,
+            )
+            for one in self.frozen
+        ]
 
     @property
     def resident(self) -> list[ModelSize]:

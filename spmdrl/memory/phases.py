@@ -204,6 +204,10 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     offloaded = sum(size.base_bytes(rank.compute_bytes) for size in rank.trained)
     followers = sum(one.follows for one in cfg.frozen_models.values()) * rank.size.shard * _FLOAT32
     offloaded += max(whole, default=0) + sum(whole) * states_per_weight(cfg.optim)
+
+    def features(tower: Tower | None) -> int:
+        return features_bytes(tower, cfg, rank.run, compute_bytes=rank.compute_bytes) if tower else 0
+
     return {
         "process": CUDA_PROCESS_BYTES if rank.on_gpu else PROCESS_BYTES,
         "optimizer": state if cfg.optim.state_on_host else 0,
@@ -211,9 +215,8 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         "frozen models": sum(one.size.shard for one in rank.frozen if not one.on_device) * _FLOAT32,
         "hidden states of teachers": _hidden_bytes(cfg, rank),
         "checkpoint copy": weights + state + followers if cfg.checkpoint.every else 0,
-        "features of images": features_bytes(rank.frozen_tower, cfg, rank.run, compute_bytes=rank.compute_bytes)
-        if rank.frozen_tower
-        else 0,
+        "features of images": features(rank.frozen_tower)
+        + max((features(one.tower) for one in rank.frozen), default=0),
         "pixels of images": pixels_bytes(rank.trained_tower, cfg, rank.run) if rank.trained_tower else 0,
     }
 
@@ -235,9 +238,13 @@ def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     critic, frozen = rank.for_critic(), rank.for_frozen()
     others = [_gathered(cfg, one, trainable=False) for one in frozen]
     others += [_gathered(cfg, critic)] if critic else []
+    others += [one.size.root + one.tower.parameters for one in rank.frozen if one.tower]
     return {
         "gathered": (_gathered(cfg, rank) + max(others, default=0)) * rank.compute_bytes,
-        "activations and logits": max(_forward(cfg, one) for one in (rank, critic, *frozen) if one),
+        "activations and logits": max(
+            *(_forward(cfg, one) for one in (rank, critic, *frozen) if one),
+            *(_looking(cfg, rank, one.tower)["activations"] for one in rank.frozen if one.tower),
+        ),
     }
 
 

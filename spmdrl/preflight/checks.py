@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import ScoredText, load_tokenizer
 from spmdrl.data.turns import TurnEncoder
-from spmdrl.data.vision import ImageIntake
+from spmdrl.data.vision import ImageIntake, load_processor
 from spmdrl.envs.client import Environments, open_environments
 from spmdrl.families import vision_family
 from spmdrl.faults.text import one_line
@@ -211,11 +211,8 @@ def frozen_problems(
     cfg: Config | TuningConfig, policy: OpenedModel, model: OpenedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Yield a sentence for each reason why a frozen model cannot say anything about the policy's tokens."""
-    if vision_family(policy.config) is not None:
-        yield (
-            f"{model.setting}: {policy.setting} looks at images, and would show the other model what its own tower "
-            f'makes of them; set models.{model.name}.adapters = "off" with [lora], or train a model of text'
-        )
+    if problem := _image_problem(cfg, policy, model):
+        yield f"{model.setting}: {problem}"
         return
     with _errors_about(f"models.{model.name}"):
         other = load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
@@ -240,6 +237,37 @@ def frozen_problems(
             f"{model.setting}: its head has {its} rows and that of {policy.setting} {own}, which parallel.tp = "
             f'{cfg.parallel.tp} would divide unequally; set tp = 1, or distill.divergence = "sampled_kl"'
         )
+
+
+# What decides which pixels a processor makes of an image.
+_PIXELS = ("image_mean", "image_std", "rescale_factor", "do_normalize", "do_rescale", "temporal_patch_size")
+
+
+def _image_problem(cfg: Config | TuningConfig, policy: OpenedModel, model: OpenedModel) -> str | None:
+    """Return why the model cannot look at the policy's images; None where it can, or where there are none."""
+    own, its = vision_family(policy.config), vision_family(model.config)
+    if own is None:
+        return None
+    if model.name == REFERENCE:
+        return (
+            f"{policy.setting} looks at images, and a reference would see what the policy's own tower makes of them; "
+            f'remove models.{REFERENCE}, or set models.{REFERENCE}.adapters = "off" with [lora]'
+        )
+    if its is None or replace(its, model_type=own.model_type, num_levels=own.num_levels) != own:
+        return (
+            f"{policy.setting} looks at images, and the other model does not, or has others in their places; name a "
+            "model with the same patches and placeholders"
+        )
+    with _errors_about(f"models.{model.name}"):
+        processors = [load_processor(one.cfg.path, cfg.data) for one in (policy, model)]
+    for name in _PIXELS:
+        first, second = (getattr(one, name, None) for one in processors)
+        if first != second:
+            return (
+                f"its processor has {name} = {second} and that of {policy.setting} {first}, so that it would see other "
+                "images; name a model with the same"
+            )
+    return None
 
 
 def top_token_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:

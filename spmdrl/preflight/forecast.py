@@ -224,6 +224,7 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
     Reward models compute while nothing else does, and need no more than in the phase in which the others do.
     """
     distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
+    has_images = tower_of(policy.config, policy.shapes) is not None
     for name, settings in cfg.frozen_models.items():
         if settings.is_loaded:
             model = policy.frozen_models.get(name, policy)
@@ -232,6 +233,7 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
                 decoder=decoder_of(model.config, model.shapes),
                 on_device=settings.rests_on == "device",
                 teaches_vocabulary=name != REFERENCE and distill is not None and distill.needs_heads,
+                tower=tower_of(model.config, model.shapes) if has_images and model is not policy else None,
             )
     for name in policy.frozen_models.keys() - cfg.frozen_models.keys():
         model = policy.frozen_models[name]

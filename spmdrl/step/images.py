@@ -46,7 +46,7 @@ class Images:
         """`dtype` is that of features on the host, `max_patches` the most in one pass of the tower, unless one image
         has more. `restore_prompt` puts the images of a prompt into the store where they are missing, `restore_rollout`
         those that an environment has shown."""
-        self._model, self._store, self._mesh = model, store, meshes.training
+        self._model, self.store, self._mesh = model, store, meshes.training
         self._dtype, self._max_patches = dtype, max_patches
         self._restore_prompt, self._restore_rollout = restore_prompt, restore_rollout
         towers = model.trunk.towers
@@ -55,7 +55,7 @@ class Images:
     def restore(self, rollouts: Iterable[Rollout]) -> None:
         """Put those images of rollouts into the store that it lacks, such as those of rollouts that another run began;
         every rank that trains must call this with its own."""
-        if self._store is None:
+        if self.store is None:
             return
         all_of_them = list(rollouts)
         prompts = {rollout.prompt.prompt_id: rollout.prompt for rollout in all_of_them}
@@ -77,7 +77,7 @@ class Images:
         That are features of a frozen tower, and pixels for one that is trained. Raises UserError on all ranks when no
         rank has the pixels of an image.
         """
-        if self._store is None:
+        if self.store is None:
             return list(micro_batches), {}
         shown = {digest: image for one in micro_batches for digest, image in one.distinct_images.items()}
         wanted = gather_objects(self._mesh, shown)
@@ -107,8 +107,8 @@ class Images:
 
     def _holders(self, images: dict[str, ImageSpan]) -> dict[str, list[int]]:
         """List the ranks that have each image's pixels. Raises UserError where that are none."""
-        assert self._store is not None
-        here = [digest in self._store for digest in images]
+        assert self.store is not None
+        here = [digest in self.store for digest in images]
         everywhere = gather_objects(self._mesh, here)
         holders = {
             digest: [rank for rank, stored in enumerate(everywhere) if stored[place]]
@@ -153,8 +153,8 @@ class Images:
     @torch.no_grad()
     def _pass(self, images: Sequence[ImageSpan]) -> dict[str, Tensor]:
         """Encode images together; a rank without any encodes a blank one, in step with the others."""
-        assert self._store is not None
-        pixels = [self._store.get(image.digest) for image in images]
+        assert self.store is not None
+        pixels = [self.store.get(image.digest) for image in images]
         grids = [image.grid for image in images]
         if not images:
             blank, grid = self._model.trunk.blank_image()
@@ -165,10 +165,10 @@ class Images:
 
     def _send(self, images: dict[str, ImageSpan], wanted: list[set[str]]) -> dict[str, Tensor]:
         """Return the pixels of the images that this rank wants, of its own node or from another."""
-        assert self._store is not None
+        assert self.store is not None
         sent_by = {digest: ranks[0] for digest, ranks in self._holders(images).items()}
         mine = [digest for digest, rank in sent_by.items() if rank == self._mesh.get_local_rank()]
-        own = {digest: pixels for digest in mine if (pixels := self._store.get(digest)) is not None}
+        own = {digest: pixels for digest in mine if (pixels := self.store.get(digest)) is not None}
         blank, _ = self._model.trunk.blank_image()
         sizes = {
             digest: blank.shape if blank.ndim == 4 else torch.Size([_num_patches(image), blank.shape[1]])

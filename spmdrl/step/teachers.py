@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.metrics import Mean, Metrics
 from spmdrl.config import Config, DistillConfig, SftConfig
 from spmdrl.config.distill import REFERENCE
+from spmdrl.data.image_store import ImageStore
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
@@ -28,9 +31,13 @@ from spmdrl.model.policy import Policy, Teaching
 from spmdrl.run import Run
 from spmdrl.step.batch import Batch
 from spmdrl.step.hints import Lessons, hinted, unhinted
+from spmdrl.step.images import Images
 from spmdrl.types import Hint, MicroBatch, Prompt, TopTokens, TrainingDiverged
 
+Look = Callable[[list[MicroBatch]], tuple[list[MicroBatch], Metrics]]
+
 NO_LESSONS = Lessons()
+NO_LOOK: Mapping[str, Look] = MappingProxyType({})
 _OWN = {"lagged": "the policy some steps ago", "average": "the moving average of the policy"}
 
 
@@ -44,16 +51,19 @@ class FrozenModels:
         distill: DistillConfig | None,
         label: Callable[[Prompt], tuple[int, Hint]] = NO_LESSONS,
         followers: Mapping[str, Follower] = NO_FOLLOWERS,
+        look: Mapping[str, Look] = NO_LOOK,
     ) -> None:
         """`frozen` are the models by name, as `config.frozen_models` names them; `label` says who teaches the responses
-        to a prompt, and what that teacher sees. `followers` are those that follow the policy, for its learner."""
+        to a prompt, and what that teacher sees. `followers` are those that follow the policy, for its learner. `look`
+        shows images to the teachers with a tower of their own."""
         self._policy, self._distill, self.label, self.followers = policy, distill, label, followers
+        self._look = [look.get(one.model) for one in distill.by_place] if distill else []
         self.reference = frozen.get(REFERENCE)
         self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
 
     @classmethod
-    def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy) -> FrozenModels:
-        """Load the frozen models of a run; every rank that trains must call this."""
+    def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy, store: ImageStore | None = None) -> FrozenModels:
+        """Load the frozen models of a run, whose images are in `store`; every rank that trains must call this."""
         cfg = run.cfg
         sees_more = cfg.distill is not None and cfg.distill.hints
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.trust_remote_code) if sees_more else None
@@ -61,7 +71,13 @@ class FrozenModels:
         followers = {
             name: Follower.of(one, frozen[name].model) for name, one in cfg.frozen_models.items() if one.follows
         }
-        return cls(policy, frozen, cfg.distill, Lessons(cfg.distill, cfg.data, tokenizer), followers)
+        options: dict[str, Any] = {"dtype": run.dtype, "max_patches": cfg.pack.max_patches_per_pass}
+        look = {
+            name: Images(frozen[name].model, store, run.meshes, **options).look
+            for name, one in cfg.frozen_models.items()
+            if one.path not in (None, cfg.model.path) and frozen[name].model.trunk.family is not None
+        }
+        return cls(policy, frozen, cfg.distill, Lessons(cfg.distill, cfg.data, tokenizer), followers, look)
 
     @torch.no_grad()
     def teach(self, batch: Batch, meshes: Meshes) -> Batch:
@@ -76,9 +92,11 @@ class FrozenModels:
         for place, teacher in enumerate(self._teachers):
             wanted = [micro_batch.taught_by(place) for micro_batch in micro_batches]
             # Its layers are gathered over ranks: all of them skip a pass, or none does.
-            needed = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
-            for part, micro_batch, mine, is_needed in zip(found, micro_batches, wanted, map(any, needed), strict=True):
-                said = self._ask(teacher, place, micro_batch) if is_needed else None
+            everywhere = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
+            needed = [*map(any, everywhere)]
+            shown = iter(self._shown(place, [*compress(micro_batches, needed)]))
+            for part, mine, is_needed in zip(found, wanted, needed, strict=True):
+                said = self._ask(teacher, place, next(shown)) if is_needed else None
                 is_column = not over_vocabulary
                 part.append(torch.where(mine, said, 0.0) if is_column and isinstance(said, Tensor) else said)
         with raise_on_all_ranks(meshes.training):
@@ -90,6 +108,15 @@ class FrozenModels:
             else micro_batch.with_columns({"teacher_logprobs": _sum(micro_batch, part)})
             for part, micro_batch in zip(found, micro_batches, strict=True)
         )
+
+    def _shown(self, place: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with what the teacher at this place makes of their images; every rank that trains must
+        call this."""
+        look = self._look[place]
+        if look is None:
+            return micro_batches
+        shown, _ = look([replace(one, image_features=None, pixels=None) for one in micro_batches])
+        return shown
 
     def _ask(self, teacher: FrozenModel, place: int, micro_batch: MicroBatch) -> Tensor | TopTokens:
         """Return the teacher's hidden states [N, D], most probable tokens or log-probabilities [T], on the host."""

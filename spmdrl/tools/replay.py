@@ -85,7 +85,8 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     """Run the phases of the step between sampling and refit; returns what every rank found."""
     cfg, meshes, folder = run.cfg, run.meshes, run.folder
     policy = run.load_policy()
-    frozen = FrozenModels.of(run, policy)
+    images = _images_of(run, policy, parts)
+    frozen = FrozenModels.of(run, policy, images.store)
     learners = start_learners(policy, cfg, plan, meshes, dtype=run.dtype, followers=frozen.followers)
     before = folder_of(folder.checkpoints, step - 1)
     if step > 1 or before.exists():
@@ -99,7 +100,6 @@ def _compute(run: Run[Config], plan: Plan, parts: Sequence[Recording], *, step: 
     rewarded = shape_rewards(outcomes, collected.index_of, cfg)
     sequences = to_sequences(rewarded, meshes.training, frozen.label, **cfg.sequences)
     batch = build_batch(sequences, plan, meshes, **cfg.weighting)
-    images = _images_of(run, policy, parts)
     images.restore(rollout for rollout, _ in outcomes)
     batch, _, _ = images.encode_batch(batch)
     batch = add_logprobs(batch, learners, frozen, cfg, meshes)

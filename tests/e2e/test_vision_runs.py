@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from spmdrl import sft
 from spmdrl.data.image_store import ImageStore
 from spmdrl.tools.evaluate import evaluate_export
+from spmdrl.tools.replay import replay
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
@@ -29,7 +30,7 @@ from tests.helpers.small_run import (
     write_sft_config,
 )
 from tests.helpers.vision import save_vision_files, write_questions
-from tests.helpers.vision_models import save_gemma4_vl, save_qwen3_5_moe_vl, save_qwen3_vl
+from tests.helpers.vision_models import save_gemma4_vl, save_qwen3_5_moe_vl, save_qwen3_vl, save_qwen3_vl_moe
 
 EXACT = 1e-5  # nats between engine and trainer
 
@@ -78,6 +79,19 @@ def test_a_family_learns_from_pictures_by_rewards_and_from_answers(
     assert set(run_ranks(2, without_curves, sft.main, [str(path)], timeout_s=250.0)) == {0}
     found = [row["update/loss"] for row in rows(tmp_path / "runs/sft")]
     assert len(found) == 20 and found[-1] < 0.5 * found[0], found
+
+
+@pytest.mark.slow
+def test_a_teacher_with_a_tower_of_its_own_is_followed(folder: Path) -> None:
+    save_qwen3_vl_moe(folder / "teacher", eos_token_id=1, pad_token_id=0)
+    save_vision_files(folder / "teacher")
+    taught = (f'models={{big={{path="{folder}/teacher"}}}}', 'distill={teacher="big",divergence="forward"}')
+    settings = ("run.name=taught", *taught, "advantage.estimator=none", "run.num_steps=12", "eval.every=0")
+    launch(folder, 2, *settings, "debug.save_rollouts=all")
+    found = [row["distill/forward_nats"] for row in rows(folder / "runs/taught") if "update/loss" in row]
+    assert len(found) == 12 and found[-1] < 0.9 * found[0], found
+    replayed, *_ = run_ranks(2, replay, folder / "runs/taught", 2)
+    assert replayed.before == replayed.now
 
 
 @pytest.fixture(scope="module")

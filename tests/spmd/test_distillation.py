@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spmdrl.config import (
     AdvantageConfig,
@@ -23,6 +23,7 @@ from spmdrl.config import (
     ParallelConfig,
 )
 from spmdrl.config.plan import Plan
+from spmdrl.data.image_store import ImageStore
 from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
@@ -31,6 +32,7 @@ from spmdrl.learn.update import update
 from spmdrl.model.frozen import Follower, load_frozen
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.step.batch import build_batch
+from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_columns
 from spmdrl.step.teachers import FrozenModels
 from spmdrl.types import NO_TEACHER, Hint, Sequence, TurnSpan
@@ -40,6 +42,7 @@ from tests.helpers.models import HAS_EXPERT_PLANS, save_qwen3, save_qwen3_moe
 from tests.helpers.parity import assert_same_change, dealt, initial
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
+from tests.helpers.vision_models import inputs_of, mixed_sequences, save_qwen3_vl, save_qwen3_vl_moe, stored
 
 VOCABULARY, SEQUENCES, TEMPERATURE = 96, 12, 0.8
 ONE = {"teacher": "big"}
@@ -90,7 +93,13 @@ def _distilled(
     frozen = load_frozen(policy, settings, models, meshes, temperatures=temperatures)
     if changes.get("lora") == "moved" and policy.adapters is not None:
         policy.adapters.load(random_values(policy.adapters.trained, seed=1))
-    taught = FrozenModels(policy, frozen, distill)
+    store, limits = changes.get("store") and ImageStore(changes["store"], max_bytes=2**24), {"max_patches": 40}
+    images = {
+        name: Images(one, store, meshes, dtype=torch.float32, **limits)
+        for name, one in {"": policy, **{name: one.model for name, one in frozen.items()}}.items()
+    }
+    look = {name: images[name].look for name in frozen} if store else {}
+    taught = FrozenModels(policy, frozen, distill, look=look)
     sequences = changes.get("sequences") or _sequences()
     sequences = sequences if distill.teachers else [dataclasses.replace(one, teacher=0) for one in sequences]
     only = changes.get("only", range(len(names)))
@@ -100,6 +109,7 @@ def _distilled(
     coef = changes.get("environment_coef", 0.0)
     weighting = {"aggregation": changes.get("aggregation", "token_mean"), "others": changes.get("others", ())}
     batch = build_batch(mine, plan, meshes, environment_coef=coef, distill=distill, **weighting)
+    batch, _, _ = images[""].fill(batch)
     advantages = (
         (lambda one: one.rewards.float()) if changes.get("rewarded") else lambda one: torch.zeros(len(one.rewards))
     )
@@ -284,6 +294,34 @@ def test_sources_with_an_algorithm_are_distilled_by_themselves(folder: Path) -> 
     start = initial(str(folder / "student"))
     summed = {name: first[name] + 0.5 * (second[name] - start[name]) for name in start}
     assert_same_change(both, summed, start, 1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_teacher_looks_at_images_with_its_own_tower(tmp_path: Path, num_ranks: int) -> None:
+    path = save_qwen3_vl(tmp_path / "student")
+    save_qwen3_vl_moe(tmp_path / "big")
+    sequences, pictures = mixed_sequences(path)
+    sequences, _ = stored(sequences, pictures, tmp_path / "images")
+    student, teacher = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / name, attn_implementation="eager", dtype=torch.float32)
+        for name in ("student", "big")
+    )
+    start = {name: p.detach().clone() for name, p in student.named_parameters() if ".visual." not in name}
+    found = []
+    for sequence in sequences:
+        inputs = inputs_of(path, sequence, pictures)
+        s = student(**inputs, use_cache=False).logits[0, :-1].div(TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            t = teacher(**inputs, use_cache=False).logits[0, :-1].div(TEMPERATURE).log_softmax(-1)
+        found.append(_divergence(s, t, "forward", 0.5)[torch.tensor(sequence.loss_mask)[1:]])
+    torch.cat(found).mean().backward()
+    expected = {name: (p - p.grad).detach() for name, p in student.named_parameters() if name in start}
+    changes = {"sequences": sequences, "store": tmp_path / "images"}
+    layouts: list[dict[str, int]] = [{}] if num_ranks == 1 else [{}, {"cp": 2}, {"tp": 2}]
+    cases: list[Case] = [({**ONE, "divergence": "forward"}, layout, changes) for layout in layouts]
+    for weights, metrics in run_ranks(num_ranks, _distil_each, tmp_path, cases)[0]:
+        assert metrics["update/loss"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-5)
+        assert_same_change(expected, weights, start, 2e-5)
 
 
 def test_what_environments_said_is_not_distilled_and_may_be_learned_beside(folder: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.frozen import Follower
-from spmdrl.preflight.checks import OpenedModel, first_difference, frozen_problems, top_token_problems
+from spmdrl.preflight.checks import OpenedModel, _image_problem, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end
@@ -31,8 +32,10 @@ from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.types import NO_TEACHER, Hint, Prompt, UserError
 from tests.helpers.configs import minimal_config, plan_for
-from tests.helpers.models import QWEN3
+from tests.helpers.models import QWEN3, save_qwen3
 from tests.helpers.sequences import random_sequences
+from tests.helpers.vision import save_processor
+from tests.helpers.vision_models import save_qwen3_vl, save_qwen3_vl_moe
 
 PAGE = Path(__file__).parents[2] / "docs" / "distillation.md"
 MATHS = {"kind": "jsonl", "path": "a", "task": "maths"}
@@ -221,6 +224,28 @@ def test_a_head_with_more_rows_is_cut_and_one_with_fewer_refused(folder: Path) -
     assert problems(folder, "big", own_rows=8, distill={"top_k": 4}) == []
     (split,) = problems(folder, "big", rows=1, parallel={"tp": 2})
     assert "parallel.tp = 2 would divide unequally" in split
+
+
+def test_a_teacher_sees_the_images_of_the_policy(tmp_path: Path) -> None:
+    for name, save in (("m", save_qwen3_vl), ("big", save_qwen3_vl_moe), ("bare", save_qwen3_vl), ("old", save_qwen3)):
+        save(tmp_path / name)
+    for name, changes in (("m", {}), ("big", {}), ("dark", {"image_mean": [0.0] * 3})):
+        save_processor(tmp_path / name, **changes)
+    shutil.copy(tmp_path / "bare/config.json", tmp_path / "dark")
+
+    def problem(name: str) -> str | None:
+        settings = [ModelConfig(path=str(tmp_path / one)) for one in ("m", name)]
+        policy, model = (
+            OpenedModel(f'x.path = "{one.path}"', one, AutoConfig.from_pretrained(one.path), name=name)
+            for one in settings
+        )
+        return _image_problem(config({"teacher": "big"}), policy, model)
+
+    assert problem("big") is None
+    assert "and the other model does not, or has others in their places" in str(problem("old"))
+    assert "its processor has image_mean = (0.0, 0.0, 0.0)" in str(problem("dark"))
+    with pytest.raises(UserError, match=r"models\.bare\.path = .* has no preprocessor_config\.json"):
+        problem("bare")
 
 
 def test_the_most_probable_tokens_are_not_all(folder: Path) -> None:
