@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algo.seeds import mix
 from spmdrl.config import Config, JudgeReward
 from spmdrl.config.rewards import POLICY
-from spmdrl.data.tokenizer import decode, encode_prompt
+from spmdrl.data.tokenizer import encode_prompt
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rewards.judge import Cache
 from spmdrl.types import Request, UserError
@@ -33,11 +33,11 @@ class PolicyJudge:
         stop_token_ids: frozenset[int],
         cfg: Config,
         said: Cache | None,
-        mark_progress: Callable[[], None],
+        read: Callable[[tuple[int, ...]], str],
     ) -> None:
-        """`said` has the answers of before; None: they are not cached. `mark_progress` is called with each answer."""
+        """`said` has the answers of before; None: they are not cached. `read` decodes the tokens of an answer."""
         self._engine, self._tokenizer, self._stops, self._cfg = engine, tokenizer, stop_token_ids, cfg
-        self._said, self._mark_progress = said or Cache(None), mark_progress
+        self._said, self._read = said or Cache(None), read
         self._settings = self._said.key({"settings": repr(cfg)})
 
     def __call__(self, term: JudgeReward, questions: Sequence[str]) -> list[str | ValueError]:
@@ -55,8 +55,7 @@ class PolicyJudge:
         if asked:
             names = list(asked)
             for place, response in self._engine.generate(asked.values()):
-                self._mark_progress()
-                self._said.add(names[place], decode(self._tokenizer, response.token_ids))
+                self._said.add(names[place], self._read(response.token_ids))
         return [key if isinstance(key, ValueError) else self._answer(key) for key in keys]
 
     def _answer(self, key: str) -> str | ValueError:

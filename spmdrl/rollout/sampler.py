@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spmdrl.algo.metrics import Max
 from spmdrl.config import Config, RefitConfig
 from spmdrl.config.rewards import POLICY
+from spmdrl.data.tokenizer import decode
 from spmdrl.dist.session import shared_store
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.start import Restarts
@@ -180,7 +182,8 @@ def _open_policy_judge(run: Launch[Config], engine: RolloutEngine) -> PolicyJudg
         return None
     said = run.enter(closing(Cache(run.folder.judged / POLICY)))
     inputs = run.inputs
-    return PolicyJudge(engine, inputs.tokenizer, inputs.stop_token_ids, run.cfg, said, run.watch.mark_progress)
+    read = run.watch.marking_progress(partial(decode, inputs.tokenizer))
+    return PolicyJudge(engine, inputs.tokenizer, inputs.stop_token_ids, run.cfg, said, read)
 
 
 def _followed_schedule(cfg: Config) -> dict[int, Mapping[str, Any]] | None:

@@ -73,7 +73,7 @@ class FrozenModels:
         }
         options: dict[str, Any] = {"dtype": run.dtype, "max_patches": cfg.pack.max_patches_per_pass}
         look = {
-            name: Images(frozen[name].model, store, run.meshes, **options).look
+            name: Images(frozen[name].model, store, run.meshes, **options).encode
             for name, one in cfg.frozen_models.items()
             if one.path not in (None, cfg.model.path) and frozen[name].model.trunk.family is not None
         }

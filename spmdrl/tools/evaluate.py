@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config, ModelConfig, TuningConfig, read_config, read_run_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.config.strict import about, conform, parse_own_json
-from spmdrl.data.tokenizer import load_tokenizer, uses_template
+from spmdrl.data.tokenizer import decode, load_tokenizer, uses_template
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
@@ -162,7 +163,8 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
             restore_images=held_out.prompts.restore,
             in_order=True,
         )
-        judge = PolicyJudge(engine, held_out.tokenizer, held_out.stop_token_ids, cfg, None, lambda: None)
+        read = partial(decode, held_out.tokenizer)
+        judge = PolicyJudge(engine, held_out.tokenizer, held_out.stop_token_ids, cfg, None, read)
         return rewards.collect(rewards.complete(pending, judge))
 
 

@@ -90,7 +90,7 @@ def test_a_teacher_with_a_tower_of_its_own_is_followed(folder: Path) -> None:
     launch(folder, 2, *settings, "debug.save_rollouts=all")
     found = [row["distill/forward_nats"] for row in rows(folder / "runs/taught") if "update/loss" in row]
     assert len(found) == 12 and found[-1] < 0.9 * found[0], found
-    replayed, *_ = run_ranks(2, replay, folder / "runs/taught", 2)
+    replayed, *_ = run_ranks(2, replay, folder / "runs/taught", 11)
     assert replayed.before == replayed.now
 
 

@@ -98,7 +98,7 @@ def _distilled(
         name: Images(one, store, meshes, dtype=torch.float32, **limits)
         for name, one in {"": policy, **{name: one.model for name, one in frozen.items()}}.items()
     }
-    look = {name: images[name].look for name in frozen} if store else {}
+    look = {name: images[name].encode for name in frozen} if store else {}
     taught = FrozenModels(policy, frozen, distill, look=look)
     sequences = changes.get("sequences") or _sequences()
     sequences = sequences if distill.teachers else [dataclasses.replace(one, teacher=0) for one in sequences]
@@ -109,7 +109,7 @@ def _distilled(
     coef = changes.get("environment_coef", 0.0)
     weighting = {"aggregation": changes.get("aggregation", "token_mean"), "others": changes.get("others", ())}
     batch = build_batch(mine, plan, meshes, environment_coef=coef, distill=distill, **weighting)
-    batch, _, _ = images[""].fill(batch)
+    batch, _, _ = images[""].encode_batch(batch)
     advantages = (
         (lambda one: one.rewards.float()) if changes.get("rewarded") else lambda one: torch.zeros(len(one.rewards))
     )

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from datetime import date
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,7 +249,7 @@ def test_judges_of_groups_and_the_policy_judge_together() -> None:
         cfg = _config(reward, data=DataConfig.model_construct(), run=SimpleNamespace(seed=3))
         engine = Echo(tokenizer)
         with RewardClient(reward, tokenizer) as client:
-            judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, None, lambda: None)
+            judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, None, partial(decode, tokenizer))
             pending = client.complete([client.submit(rollout) for rollout in rollouts], judge)
             outcomes = [outcome for _, outcome in client.collect(pending)]
     items = [item_of(prompt(), text) for text in texts[0]]
@@ -280,7 +281,12 @@ def test_the_policy_is_asked_once_by_each_of_its_versions(tmp_path: Path) -> Non
         said = Cache(tmp_path)
         progress: list[int] = []
         before = len(engine.asked)
-        judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, said, lambda: progress.append(1))
+
+        def read(token_ids: tuple[int, ...]) -> str:
+            progress.append(1)
+            return decode(tokenizer, token_ids)
+
+        judge = PolicyJudge(engine, tokenizer, frozenset({7}), cfg, said, read)
         found = judge(term, questions)
         said.close()
         assert len(progress) == len(engine.asked) - before, "each answer is progress"
