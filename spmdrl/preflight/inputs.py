@@ -391,14 +391,11 @@ def _optimizer_problems(cfg: Config | TuningConfig) -> Iterator[str]:
 
 
 def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
-    if isinstance(cfg, Config):
-        tried: list[object] = []
-        for one in map(cfg.under, cfg.algorithms):
-            if one.loss not in tried:
-                yield from policy_loss_problems(one)
-            if (one.advantage, one.loss) not in tried:
-                yield from advantage_problems(one)
-            tried += [one.loss, (one.advantage, one.loss)]
+    tried: list[object] = []
+    for one in map(cfg.under, cfg.algorithms) if isinstance(cfg, Config) else ():
+        yield from () if one.loss in tried else policy_loss_problems(one)
+        yield from () if (one.advantage, one.loss) in tried else advantage_problems(one)
+        tried += [one.loss, (one.advantage, one.loss)]
 
 
 def _sink_problems(cfg: Config | TuningConfig) -> Iterator[str]:
