@@ -118,7 +118,7 @@ def made(checkpoints: Path, step: int, num_files: int) -> Manifest:
     for name in (STATE, TABLE, *(f"__{rank}_0.distcp" for rank in range(num_files - 2))):
         content = f"{step} {name}".encode().ljust(FILE_BYTES)
         (checkpoint / name).write_bytes(content)
-        files[name] = Digest(len(content), hashlib.sha256(content).hexdigest())
+        files[name] = Digest(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     manifest = Manifest(
         step=step, num_ranks=num_files, configuration={}, versions={}, metrics={METRIC: 1.0 / step}, files=files
     )

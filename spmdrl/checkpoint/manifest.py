@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from spmdrl.config.strict import FileModel, Malformed, conform, parse_own_json, shown
+from spmdrl.config.strict import FileModel, Malformed, conform, flat, parse_own_json, shown
 from spmdrl.faults.files import open_ordinary
 from spmdrl.faults.supervise import newest_step as newest_step
 from spmdrl.faults.supervise import saved_steps as saved_steps
@@ -84,38 +83,22 @@ class BrokenManifest(ValueError):
     """The manifest is missing, damaged or of another format; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(FileModel):
     """The size of a file and the hash of its content."""
 
-    num_bytes: int
-    sha256: str
-
-
-class _Digest(FileModel):
     num_bytes: int = Field(ge=0)
     sha256: str
-
-
-class _Content(FileModel):
-    step: int = Field(ge=0)
-    num_ranks: int = Field(ge=1)
-    configuration: dict[str, Any]
-    versions: dict[str, Any]
-    metrics: dict[str, float]
-    files: dict[str, _Digest]
 
 
 Examine = Callable[[Path, Digest], str | None]
 """Compares a file with its digest; returns a clause about what is wrong with it, None when nothing is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(FileModel):
     """The content of a checkpoint's manifest."""
 
-    step: int
-    num_ranks: int  # the number of ranks that wrote the checkpoint
+    step: int = Field(ge=0)
+    num_ranks: int = Field(ge=1)  # the number of ranks that wrote the checkpoint
     configuration: dict[str, Any]  # resolved: file, overrides and defaults
     versions: dict[str, Any]  # of the software
     metrics: dict[str, float]  # of the step, its evaluation included
@@ -123,7 +106,7 @@ class Manifest:
 
     def write(self, checkpoint: Path) -> None:
         """Write the manifest into a checkpoint's directory atomically, and wait until it is on disk."""
-        content = {"format": _FORMAT} | dataclasses.asdict(self)
+        content = {"format": _FORMAT} | self.model_dump()
         unfinished = checkpoint / f"{MANIFEST}.unfinished"
         write_json(unfinished, content | {"sha256": _digest_of(content)})
         unfinished.replace(checkpoint / MANIFEST)
@@ -146,15 +129,14 @@ class Manifest:
         if (version := content.pop("format", None)) != _FORMAT:
             raise BrokenManifest(f"{MANIFEST} has format {version}, but this version of spmdrl reads format {_FORMAT}")
         try:
-            found = conform(content, _Content)
+            found = conform(content, cls)
         except Malformed as error:
             raise BrokenManifest(f"{MANIFEST} {error}") from error
         if missing := [name for name in NECESSARY if name not in found.files]:
             raise BrokenManifest(f"{MANIFEST} does not name {missing[0]}, which every checkpoint has")
         if strange := [name for name in found.files if Path(name).name != name]:
             raise BrokenManifest(f"{MANIFEST} names {shown(strange[0])}, which is no file of the checkpoint")
-        files = {name: Digest(**dict(digest)) for name, digest in found.files.items()}
-        return cls(**{**dict(found), "files": files})
+        return found
 
     def problems(self, checkpoint: Path, names: Iterable[str], examine: Examine) -> Iterator[str]:
         """Yield a clause for each of the named files that has changed since it was written."""
@@ -226,7 +208,7 @@ def write_bytes(path: Path, content: bytes) -> Digest:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return Digest(len(content), hashlib.sha256(content).hexdigest())
+    return Digest(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
@@ -354,8 +336,8 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
 
     A setting that an older spmdrl did not know, so that the checkpoint lacks it, is compared with its default.
     """
-    old, now = dict(_flat(before)), dict(_flat(resolved(cfg)))
-    chosen = dict(_flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
+    old, now = dict(flat(before)), dict(flat(resolved(cfg)))
+    chosen = dict(flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     from_model = _FROM_CHECKPOINT if getattr(cfg, "lora", None) is None else _OF_ADAPTERS
     meaning = {"model.path": from_model, "lora.path": _OF_ADAPTERS, "critic.path": _FROM_CHECKPOINT}
     names = [name for name in sorted(old.keys() | now.keys()) if name in old or name in chosen]
@@ -370,14 +352,6 @@ def harmless(cfg: Any) -> tuple[str, ...]:
     """Return the settings of `HARMLESS` that are harmless under this configuration."""
     # Every schedule but a constant one depends on the number of steps.
     return HARMLESS if cfg.optim.schedule == "constant" else tuple(name for name in HARMLESS if name != "run.num_steps")
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -65,7 +65,7 @@ class _HashingFiles(FileSystem):
                 file.close()
         if stream.problem is not None:
             raise OSError(stream.problem.errno, stream.problem.strerror, str(path))
-        self._digests[Path(path).name] = Digest(stream.num_bytes, stream.sha256.hexdigest())
+        self._digests[Path(path).name] = Digest(num_bytes=stream.num_bytes, sha256=stream.sha256.hexdigest())
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)

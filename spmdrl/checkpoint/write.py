@@ -167,7 +167,7 @@ class Saver:
                 columns = bytearray()
                 files[COLLECTOR] = write_json(unfinished / COLLECTOR, without_columns(collector, columns))
                 files[COLUMNS] = write_bytes(unfinished / COLUMNS, bytes(columns))
-            dataclasses.replace(manifest, files=files).write(unfinished)
+            manifest.model_copy(update={"files": files}).write(unfinished)
             _publish(unfinished, final)
             self._prune()
 
@@ -276,7 +276,7 @@ def _amend(checkpoint: Path, metrics: Mapping[str, float]) -> None:
         manifest = Manifest.read(checkpoint)
     except BrokenManifest as error:
         raise OSError(errno.EIO, str(error), str(checkpoint)) from error
-    dataclasses.replace(manifest, metrics=finite(metrics)).write(checkpoint)
+    manifest.model_copy(update={"metrics": finite(metrics)}).write(checkpoint)
     sync_directory(checkpoint)
 
 

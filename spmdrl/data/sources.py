@@ -193,65 +193,63 @@ def _rank(row: Row, column: str) -> float:
 
 
 def _file_row(record: dict[str, Any], where: str, cfg: FileData) -> Row:
-    columns = dict(record)
-    prompt_value = _column(columns, "prompt_column", cfg.prompt_column, where, remedy="")
-    written = _prompt(prompt_value, cfg.prompt_column, where)
+    found = _column(record, "prompt_column", cfg.prompt_column, where, remedy="")
+    written = _prompt(found, cfg.prompt_column, where)
     with in_row(where):
-        prompt, images = _with_images(written, columns, cfg)
+        prompt, images = _with_images(written, record, cfg)
     # A column setting of "" means that the data has no such column.
-    answer = response = None
-    if cfg.answer_column:
-        answer = _text(_column(columns, "answer_column", cfg.answer_column, where), cfg.answer_column, where)
-        if cfg.answer_after is not None:
-            answer = _final(answer, cfg.answer_after, where, cfg.answer_column)
-    if cfg.response_column:
-        response = _text(_column(columns, "response_column", cfg.response_column, where), cfg.response_column, where)
-    _require_text(prompt, [written, answer, response], where, cfg)
-    used = {cfg.prompt_column, cfg.answer_column, cfg.response_column, cfg.image_column}
-    return Row(
-        prompt=prompt,
-        images=images,
-        question=question_in(prompt),
-        answer=answer,
-        response=response,
-        metadata={name: value for name, value in columns.items() if name not in used},
-        columns=tuple(record),
-        where=where,
+    answer, response = (
+        _text(_column(record, setting, column, where), column, where) if column else None
+        for setting, column in (("answer_column", cfg.answer_column), ("response_column", cfg.response_column))
     )
+    if answer is not None and cfg.answer_after is not None:
+        answer = _final(answer, cfg.answer_after, where, cfg.answer_column)
+    _require_text(prompt, [written, answer, response], where, cfg)
+    return _row(record, where, cfg, prompt=prompt, images=images, answer=answer, response=response)
 
 
 def _preference_row(record: dict[str, Any], where: str, cfg: PreferenceFile) -> Row:
-    columns = dict(record)
     found = None
     if cfg.prompt_column:
         remedy = '; set prompt_column = "" if both answers begin with the prompt'
-        value = _column(columns, "prompt_column", cfg.prompt_column, where, remedy=remedy)
+        value = _column(record, "prompt_column", cfg.prompt_column, where, remedy=remedy)
         found = _prompt(value, cfg.prompt_column, where)
     named = {"chosen_column": cfg.chosen_column, "rejected_column": cfg.rejected_column}
-    answers = [_column(columns, setting, name, where, remedy="") for setting, name in named.items()]
+    answers = [_column(record, setting, name, where, remedy="") for setting, name in named.items()]
     with in_row(where):
         written, chosen, rejected = compared(found, *answers)
-        prompt, images = _with_images(written, columns, cfg)
+        prompt, images = _with_images(written, record, cfg)
     _require_text(prompt, [written, answers], where, cfg)
     first, *later = (Exchange(said, text) for said, text in chosen)
     margin = 0.0
     if cfg.margin_column is not None:
-        margin = _number(
-            _column(columns, "margin_column", cfg.margin_column, where, remedy=""), cfg.margin_column, where
-        )
-    used = {cfg.prompt_column, *named.values(), cfg.image_column, cfg.margin_column}
-    return Row(
+        value = _column(record, "margin_column", cfg.margin_column, where, remedy="")
+        margin = _number(value, cfg.margin_column, where)
+    return _row(
+        record,
+        where,
+        cfg,
         prompt=prompt,
         images=images,
-        question=question_in(prompt),
         answer=None,
         response=first.response,
         later=tuple(later),
         rejected=tuple(Exchange(said, text) for said, text in rejected),
         margin=margin,
-        metadata={name: value for name, value in columns.items() if name not in used},
+    )
+
+
+def _row(record: dict[str, Any], where: str, cfg: FileSettings, *, prompt: Written, **others: Any) -> Row:
+    """Make a row of a file's record, whose columns without a use of their own are its metadata."""
+    settings = {name for name in type(cfg).model_fields if name.endswith("_column")} - {"order_column"}
+    used = {getattr(cfg, name) for name in settings}
+    return Row(
+        prompt=prompt,
+        question=question_in(prompt),
+        metadata={name: value for name, value in record.items() if name not in used},
         columns=tuple(record),
         where=where,
+        **others,
     )
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import spmdrl
 from spmdrl.config import read_table
-from spmdrl.config.strict import read_json, shown
+from spmdrl.config.strict import flat, read_json, shown
 from spmdrl.faults.files import PathIn
 from spmdrl.faults.supervise import saved_steps
 from spmdrl.faults.text import in_ranges, one_line
@@ -292,7 +292,7 @@ def read_settings(config: Path) -> dict[str, Any]:
     if not config.exists():
         return {}
     try:
-        return dict(_flat(read_table(str(config))))
+        return {name: value for name, value in flat(read_table(str(config))) if value != {}}
     except UserError as error:
         raise UserError(f"{error}; the file is written again when the run is resumed") from error
 
@@ -304,12 +304,3 @@ def read_num_steps(plan: Path) -> int | None:
     except UserError:
         return None
     return steps if isinstance(steps, int) else None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings; a list of tables counts as one."""
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

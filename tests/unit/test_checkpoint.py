@@ -101,7 +101,7 @@ def test_a_glance_sees_names_sizes_and_small_files(tmp_path: Path) -> None:
     """Of a large file not the content: who only asks where a run would begin does not wait for terabytes."""
     path, content = tmp_path / "large", bytearray(GLANCE_BYTES + 1)
     path.write_bytes(content)
-    written = Digest(len(content), hashlib.sha256(content).hexdigest())
+    written = Digest(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     flip_bit(path, 5)
     assert (glance(path, written), compare(path, written)) == (
         None,
@@ -120,7 +120,7 @@ def test_of_many_problems_the_first_are_named_and_the_others_counted(tmp_path: P
     checkpoint = folder_of(tmp_path, 3)
     checkpoint.mkdir()
     names = [*NECESSARY, *(f"{number:03}" for number in range(300))]
-    files = {name: Digest(1, "") for name in names}
+    files = {name: Digest(num_bytes=1, sha256="") for name in names}
     Manifest(step=3, num_ranks=300, configuration={}, versions={}, metrics={}, files=files).write(checkpoint)
     with pytest.raises(UserError) as caught:
         preview_resume_point(minimal_config(), tmp_path)
@@ -230,5 +230,5 @@ def test_the_table_of_tensors_cannot_run_code(tmp_path: Path, capsys: pytest.Cap
 
 def test_digests_are_of_the_whole_file(tmp_path: Path) -> None:
     assert write_json(tmp_path / "x", {}) == Digest(
-        2, "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+        num_bytes=2, sha256="44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     )
