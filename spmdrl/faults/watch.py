@@ -25,10 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.dist.collectives import any_rank, gather_objects
 from spmdrl.dist.session import World, shared_store
-from spmdrl.faults.failure import OomKills, Watchdog, failure_in, report_failure
+from spmdrl.faults.failure import DUMP_SIGNAL, STACKS_TO, OomKills, Watchdog, failure_in, report_failure
 from spmdrl.faults.files import FaultFiles, open_ordinary
 from spmdrl.faults.rank_status import BEAT_S, Heartbeat
-from spmdrl.faults.stacks import DUMP_SIGNAL, STACKS_TO
 from spmdrl.faults.text import one_line
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_LOST_RANK, Requeue, write_requeue
 

@@ -16,9 +16,9 @@ from rich.live import Live
 
 from spmdrl.config.base import NonNegativeInt, Seconds
 from spmdrl.config.strict import shown
+from spmdrl.faults.failure import ask_descendants, ask_for_stacks, size_of, text_after
 from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.rank_status import RankStatus, own_host, process_state, read_statuses
-from spmdrl.faults.stacks import ask_descendants, ask_for_stacks, size_of, text_after
 from spmdrl.faults.text import Parser, one_line, say
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import format_duration

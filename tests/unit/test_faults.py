@@ -20,7 +20,16 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.dist.session import World
-from spmdrl.faults.failure import JobFailed, OomKills, hints_of, is_secondary
+from spmdrl.faults.failure import (
+    JobFailed,
+    OomKills,
+    grouped,
+    hints_of,
+    is_secondary,
+    listens,
+    main_stack,
+    ranks_phrase,
+)
 from spmdrl.faults.files import FaultFiles, read_json, replace_json
 from spmdrl.faults.rank_status import (
     RankStatus,
@@ -32,7 +41,6 @@ from spmdrl.faults.rank_status import (
     silent,
     stuck,
 )
-from spmdrl.faults.stacks import grouped, listens, main_stack, ranks_phrase
 from spmdrl.faults.supervise import conclude
 from spmdrl.faults.verdict import (
     EXIT_CODES,
