@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config.strict import shown
-from spmdrl.types import Grid, UserError
+from spmdrl.types import Grid, ImageSpan, UserError
 from spmdrl.workers.folders import SharedFolder, sweep
 
 _SHARED_MEMORY = "/dev/shm"
@@ -157,3 +157,15 @@ def open_image_store(run_folder: Path, *, max_gib: float | None) -> ImageStore:
     store = ImageStore(Path(parent, f"{_PREFIX}{os.getuid()}-{run}"), max_bytes=max_bytes)
     atexit.register(store.close)  # whatever ends the process before the system does
     return store
+
+
+def pixels_of(image: ImageSpan, store: ImageStore | None) -> Tensor:
+    """Return the pixels of a request's image. Raises UserError when they are no longer there."""
+    assert store is not None, "a model of text was asked about an image"
+    pixels = store.get(image.digest)
+    if pixels is None:
+        raise UserError(
+            f"the pixels of the image {image.digest} were removed before the engine encoded it: there is no room "
+            "for the images of the requests that run together; raise data.image_store_gib"
+        )
+    return pixels

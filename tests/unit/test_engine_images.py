@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from spmdrl.engine.torch import images
+from spmdrl.engine.torch import cache
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.load import persistent_buffers
 from spmdrl.model.trunk import Trunk
@@ -185,7 +185,7 @@ def seen_grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 def test_features_that_found_no_room_are_computed_again(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = looking.requests()
-    monkeypatch.setattr(images, "CACHED_TOKENS", 1)
+    monkeypatch.setattr(cache, "CACHED_TOKENS", 1)
     grids = seen_grids(monkeypatch)
     engine = looking.engine(1)
     engine.runner.images._max_patches = 1

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
-from spmdrl.data.image_store import ImageStore
-from spmdrl.engine.torch.images import pixels_of
+from spmdrl.data.image_store import ImageStore, pixels_of
 from spmdrl.families import FAMILIES, VisionFamily, family_of, vision_family
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.policy import position_shift, token_positions

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from spmdrl.data.image_store import ImageStore
 from spmdrl.engine.torch.adapters import AdapterBank
-from spmdrl.engine.torch.cache import AttendToCache, RowCache, attend_to_cache
-from spmdrl.engine.torch.images import ImageFeatures
+from spmdrl.engine.torch.cache import AttendToCache, ImageFeatures, RowCache, attend_to_cache
 from spmdrl.engine.torch.sampling import (
     NOISE_PLACES,
     RowSampling,
