@@ -109,7 +109,12 @@ class Served:
     scoring: threading.Lock
 
     def answer(self, form: CallForm, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer a conversation. Raises CallError."""
+        """Answer a conversation, as often as `n` says. Raises CallError."""
+        count = 1
+        if isinstance(form, ChatForm) and not body.get("stream"):  # its form knows one choice
+            count, body = body.get("n") or 1, body | {"n": 1}
+            if not isinstance(count, int) or count < 1:
+                raise CallError(f"n must be a whole number of at least 1, not {count!r}")
         call, number = form.read(body), next(self.numbers)
         try:
             prompt, _ = encode_prompt(
@@ -117,17 +122,19 @@ class Served:
             )
         except UserError as error:
             raise CallError(str(error)) from error
-        response = self._submit(
-            prompt, body, call.max_tokens or self.max_tokens - len(prompt), _seed(body, number, place=0)
-        ).result()
-        action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
-        counted = replace(
-            call.cut(action),
-            is_cut=response.finish_reason == "length",
-            num_context_tokens=len(prompt),
-            num_tokens=len(response.token_ids),
-        )
-        return form.write(Reply(number=number, action=counted), body)
+        limit = call.max_tokens or self.max_tokens - len(prompt)
+        sampled = [self._submit(prompt, body, limit, _seed(body, number, place=place)) for place in range(count)]
+        answers = []
+        for response in (future.result() for future in sampled):
+            action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
+            counted = replace(
+                call.cut(action),
+                is_cut=response.finish_reason == "length",
+                num_context_tokens=len(prompt),
+                num_tokens=len(response.token_ids),
+            )
+            answers.append(form.write(Reply(number=number, action=counted), body))
+        return answers[0] if count == 1 else _together(answers)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Continue texts or token ids. Raises CallError."""
@@ -240,6 +247,15 @@ class Served:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
+def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put chat completions of one conversation into one."""
+    choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
+    usage = answers[0]["usage"]
+    written = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    usage |= {"completion_tokens": written, "total_tokens": usage["prompt_tokens"] + written}
+    return answers[0] | {"choices": choices, "usage": usage}
 
 
 def _seed(body: Mapping[str, Any], number: int, *, place: int) -> int:

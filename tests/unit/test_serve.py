@@ -97,6 +97,13 @@ def test_seeds_repeat_and_requests_run_together(client: OpenAI) -> None:
         texts = list(pool.map(sampled, range(6)))
     assert len(set(texts)) > 1
     assert texts == list(map(sampled, range(6)))
+    asked: list[Any] = [{"role": "user", "content": TEXT}]
+    of_three = client.chat.completions.create(
+        model="policy", messages=asked, max_tokens=12, seed=0, temperature=1.0, n=3
+    )
+    said = [choice.message.content for choice in of_three.choices]
+    assert [choice.index for choice in of_three.choices] == [0, 1, 2] and said[0] == texts[0] and len(set(said)) > 1
+    assert of_three.usage is not None and of_three.usage.completion_tokens > 12
     twice = client.completions.create(model="policy", prompt=[TEXT, TEXT], max_tokens=12, temperature=1.0, seed=1)
     assert twice.choices[0].text != twice.choices[1].text
     several = client.completions.create(model="policy", prompt=[TEXT, "1"], max_tokens=3, n=2)
