@@ -65,6 +65,7 @@ METRICS = {  # of the result: of metrics.jsonl
     "effective_fraction": "mismatch/effective_fraction",
     "entropy_nats": "update/entropy_nats",
     "grad_norm": "update/grad_norm",
+    "probe_mean_abs_nats": "refit/probe_mean_abs_nats",  # where refit.probe_prompts is set
 }
 
 Json = dict[str, Any]
@@ -131,7 +132,7 @@ def curves(variant: str, seed: int, folder: RunFolder) -> Json:
         **described(folder, *settings_of(variant, seed)),
         "eval_steps": [row["step"] for row in evaluations],
         "accuracy": [row["eval/accuracy"] for row in evaluations],
-        **{name: [rounded(row[metric]) for row in steps] for name, metric in METRICS.items()},
+        **{name: [rounded(row[metric]) for row in steps] for name, metric in METRICS.items() if metric in steps[0]},
     }
 
 

@@ -123,6 +123,8 @@ class Run(Generic[SettingsT]):
         )
         if isinstance(cfg, Config) and routes_refusal(policy.model) is None:
             policy.routers = Routers(policy.model)
+            if any(one.loss.expert_balance_coef for one in cfg.algorithms):
+                policy.routers.watch_scores()
         return policy
 
     def load_trained(self) -> PackedModel:

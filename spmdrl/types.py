@@ -104,6 +104,7 @@ class Request:
     response_ids: tuple[int, ...] = ()  # sampled before, by a request that was aborted; the engine goes on after them
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
+    top_k: int | None = None  # then the response reports its candidates
     stop_token_ids: frozenset[int] = frozenset()
     images: tuple[ImageSpan, ...] = ()  # among prompt_ids, in order
     cache_on_finish: frozenset[FinishReason] = frozenset()  # ends after which another may begin with these tokens
@@ -122,8 +123,7 @@ class Routes:
     def of(cls, start: int, experts: Tensor) -> Routes:
         """Take the experts [n, L, k] of the tokens from `start` on."""
         num_tokens, num_layers, num_chosen = experts.shape
-        data = experts.to(torch.int16).contiguous().numpy().tobytes()
-        return cls(start, (num_tokens, num_layers, num_chosen), base64.b64encode(data).decode())
+        return cls(start, (num_tokens, num_layers, num_chosen), _as_text(experts.to(torch.int16)))
 
     @property
     def end(self) -> int:
@@ -133,8 +133,7 @@ class Routes:
     @property
     def tensor(self) -> Tensor:
         """The experts, [n, L, k] int16."""
-        data = bytearray(base64.b64decode(self.experts))
-        return torch.frombuffer(data, dtype=torch.int16).view(self.shape) if data else torch.empty(self.shape).short()
+        return _from_text(self.experts, self.shape, torch.int16)
 
     def continued(self, rest: Routes | None) -> Routes:
         """These, and those of the tokens that follow."""
@@ -142,6 +141,37 @@ class Routes:
             return self
         assert rest.start == self.end, f"routes of tokens up to {self.end} go on with token {rest.start}"
         return Routes.of(self.start, torch.cat([self.tensor, rest.tensor]))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens that top-k and top-p left for each of n response tokens, itself among them: at most K."""
+
+    shape: tuple[int, int]  # n, K
+    token_ids: str  # [n, K] int32 in base64, -1 where there were fewer
+
+    @classmethod
+    def of(cls, token_ids: Tensor) -> Candidates:
+        """Take the tokens [n, K]."""
+        return cls((len(token_ids), token_ids.shape[1]), _as_text(token_ids.to(torch.int32)))
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tokens, [n, K] int32."""
+        return _from_text(self.token_ids, self.shape, torch.int32)
+
+    def continued(self, rest: Candidates | None) -> Candidates:
+        """These, and those of the tokens that follow."""
+        return self if rest is None else Candidates.of(torch.cat([self.tensor, rest.tensor]))
+
+
+def _as_text(tensor: Tensor) -> str:
+    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
+
+
+def _from_text(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    data = bytearray(base64.b64decode(text))
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 class Span(NamedTuple):
@@ -156,10 +186,13 @@ class Response:
     """The tokens that the engine sampled for one request."""
 
     token_ids: tuple[int, ...]  # includes the stop token when finish_reason is "stop"
-    logprobs: tuple[float, ...]  # nats, of the temperature-scaled distribution before top-p; greedy: unscaled
+    # nats, of the temperature-scaled distribution: over its candidates where it has them, else before top-p; greedy:
+    # unscaled
+    logprobs: tuple[float, ...]
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # in order; their lengths add up to the response's
     routes: Routes | None = None  # where the request asked for them
+    candidates: Candidates | None = None  # where the request has a top_k
     # Tokens before it that the engine had read for other requests; it depends on what else was asked, and is not saved.
     num_cached: int = dataclasses.field(default=0, compare=False)
 
@@ -182,6 +215,7 @@ class Response:
             finish_reason=rest.finish_reason,
             spans=tuple(spans),
             routes=rest.routes if self.routes is None else self.routes.continued(rest.routes),
+            candidates=rest.candidates if self.candidates is None else self.candidates.continued(rest.candidates),
             num_cached=self.num_cached if self.token_ids else rest.num_cached,
         )
 
@@ -249,6 +283,18 @@ class Trajectory:
         found = torch.full((len(self.token_ids), *reported[0].shape[1:]), -1, dtype=torch.int16)
         for routes in reversed(reported):
             found[routes.start : routes.end] = routes.tensor
+        return found
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """The candidates of its tokens, [n, K] int32, -1 where there is none; None where no response has any."""
+        reported = [turn.response.candidates for turn in self.turns if turn.response.candidates is not None]
+        if not reported:
+            return None
+        found = torch.full((len(self.token_ids), reported[0].shape[1]), -1, dtype=torch.int32)
+        for turn, end in zip(self.turns, self.starts[1:], strict=True):
+            if (candidates := turn.response.candidates) is not None:
+                found[end - candidates.shape[0] : end] = candidates.tensor
         return found
 
 
@@ -344,6 +390,9 @@ class TurnSpan:
     state: int = 0  # 52-bit hash of what the policy read before it; equal states of a prompt group can be compared
     role: int = 0  # 52-bit hash of the role in which the policy acted; 0 without one
     team: int = 0  # 52-bit hash of what stands before the last slash of its name; 0 where none does
+    newest: int = (
+        0  # the first token of its newest weights, where older ones began the response; 0 where one version did
+    )
 
 
 NO_TEACHER = -1  # of a sequence that is not distilled
@@ -379,6 +428,7 @@ class Sequence:
     algorithm: int = 0  # place of its data source's algorithm in `Config.algorithms`
     hint: Hint = NO_HINT
     routes: Tensor | None = dataclasses.field(default=None, compare=False)  # [n, L, k] int16, as a trajectory has them
+    candidates: Tensor | None = dataclasses.field(default=None, compare=False)  # [n, K] int32, likewise
 
     @property
     def place(self) -> Place:
@@ -457,6 +507,8 @@ class MicroBatch:
     # [T] float32, how much a token's divergence from its teacher counts, in the global loss or in its advantage; 0 for
     # a token that is not distilled. None where there is no teacher.
     distill_weights: Tensor | None = None
+    # [T] bool, the tokens that newer weights sampled than the beginning of their response; None where there are none.
+    after_refit: Tensor | None = None
     sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
@@ -467,6 +519,9 @@ class MicroBatch:
     hints: tuple[Hint, ...] = ()  # [S]
     # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
     routes: Tensor | None = None
+    # [T, K] int32, on the host: the tokens that a token's distribution is over, -1 where there are fewer; all of the
+    # vocabulary where a token has none. None everywhere.
+    candidates: Tensor | None = None
     tree: PrefixTree | None = None  # where sequences that begin alike are computed once; None: all T tokens are
 
     # images: `step/images.py`, where there are some
@@ -563,7 +618,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with its tensors on `device`."""
-        columns = {name: x.to(device, non_blocking=True) for name, x in self.columns.items() if name != "routes"}
+        stay = ("routes", "candidates")
+        columns = {name: x.to(device, non_blocking=True) for name, x in self.columns.items() if name not in stay}
         return self.with_columns(columns)
 
 

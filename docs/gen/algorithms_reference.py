@@ -119,9 +119,14 @@ _CONTRADICTION_TABLE = (
         "accepted; whitening takes the step's scale",
     ),
     (
-        "top-p or top-k in training",
+        "`rollout.top_k`, `rollout.top_p` and an engine that does not report which tokens they left (SGLang)",
         "log-probabilities would be those of a set of tokens that the trainer does not know",
-        "there is no such setting",
+        "refused",
+    ),
+    (
+        "`rollout.top_k` and `[distill]`",
+        "a teacher's distribution is over the whole vocabulary",
+        "refused",
     ),
 )
 

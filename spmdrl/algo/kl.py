@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.formula import Formula
+from spmdrl.algo.segments import expert_imbalance
 
 Divergence = Literal["reverse", "forward", "jsd"]  # `model.divergence.next_token_divergence` defines them
 
@@ -136,6 +137,13 @@ LOSS_TERMS: dict[str, Formula] = {
         text="exp(s) times the divergence of `kl_estimator` (k1 or k3)",
         source="DeepSeek-V3.2, arXiv:2512.02556",
         when="With `kl_coef` and tokens that other weights sampled: value and gradient stay unbiased.",
+    ),
+    "expert_balance_coef": Formula(
+        function=expert_imbalance,
+        text="expert_balance_coef sum over the E experts e of E f_e P_e, f_e being the share of e in the sequence's "
+        "choices and P_e what the token's router gives e, of all; the mean over layers",
+        source="DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20; Switch, arXiv:2101.03961, counts f over a batch",
+        when="Mixtures whose loads drift apart (0.0001 is usual) and have no biases for `optim.expert_bias_rate`.",
     ),
     "log_ratio_coef": Formula(
         function=log_ratio_penalty,

@@ -45,3 +45,14 @@ def discounted_sums(values: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, de
         sums = sums + torch.nn.functional.pad(later, (0, reach))
         reach *= 2
     return torch.zeros_like(values).masked_scatter(loss_mask, sums)
+
+
+def expert_imbalance(shares: Tensor, sequences: Tensor, loads: Tensor) -> Tensor:
+    """Return [N] float32: of each token the sum over experts of its share [N, E] of them, by their load in its sequence
+    over the mean load; 1 where loads are equal.
+
+    sequences [N] int64 are the tokens' own, and loads [S, E] theirs, which carry no gradient. The mean over the tokens
+    of a sequence is the balance loss of DeepSeek-V3 over its coefficient.
+    """
+    over_mean = loads * loads.shape[1] / loads.sum(-1, keepdim=True).clamp_min(1.0)
+    return (over_mean[sequences] * shares).sum(-1)

@@ -140,6 +140,10 @@ class LossConfig(Section):
     other weights sampled, or another program; k1 or k3 only."""
     log_ratio_coef: NonNegative = 0.0
     """Weight of (n - b)^2, which pulls each token's log-probability n to b, that of the policy that sampled it."""
+    expert_balance_coef: NonNegative = 0.0
+    """Weight of a loss for the balance of a mixture's experts: of each token the sum over experts of the share that its
+    router gives them, by their load in the token's sequence over the mean load (DeepSeek-V3, arXiv:2412.19437: 0.0001).
+    See `docs/agreement.md`."""
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus; above 0 favours entropy."""
     entropy_target_nats: Positive | None = None

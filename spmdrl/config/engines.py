@@ -24,6 +24,7 @@ class EngineFacts:
     settings: tuple[str, ...] = ()  # of `ENGINE_SETTINGS`, those that it reads
     # By device type, then by rollout.attention_backend: the trainer's kernel that computes the same bits.
     exact_kernels: Mapping[str, Mapping[str | None, str]] = field(default_factory=dict)
+    reports_candidates: bool = False  # the tokens that top-k and top-p left, where a request has a top_k
     reports_routes: bool = False  # the experts that tokens went to, where a request asks for them
     continues_after_refit: bool = False  # continues what `abort` has ended with weights that were loaded since
     advances_clock: bool = False  # `generate` can pause after a certain token: see `RolloutEngine.clock`
@@ -37,6 +38,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
         EngineFacts(
             runs_disaggregated=True,
             takes_adapters=True,
+            reports_candidates=True,
             reports_routes=True,
             continues_after_refit=True,
             advances_clock=True,

@@ -30,6 +30,12 @@ class RolloutConfig(Section):
     """Longest response; sampling stops there with finish reason `length`."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
+    top_k: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Sample from the `top_k` most probable tokens alone. The engine reports the tokens that it chose from, and all
+    log-probabilities of training, of the policy and of the reference, are those among the same tokens. See
+    `docs/losses.md`."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Of the `top_k` tokens, sample from the fewest that have this share of their probability."""
     stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
     max_running: Count = 256
@@ -116,6 +122,15 @@ class RolloutConfig(Section):
         """The setting by which engines compute with fewer bits than the trainer; "" without one."""
         settings = {"quantization": self.quantization or "", "kv_cache_dtype": self.kv_cache_dtype.removeprefix("auto")}
         return " and ".join(f'rollout.{name} = "{value}"' for name, value in settings.items() if value)
+
+
+@rule(RolloutConfig)
+def top_p_needs_top_k(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.top_p < 1 and rollout.top_k is None:
+        yield (
+            f"top_p = {rollout.top_p:g} may leave any number of tokens, and the engine reports each of them; set top_k "
+            "too, to 64 for example, or remove it"
+        )
 
 
 @rule(RolloutConfig)

@@ -145,6 +145,15 @@ def the_engine_is_compared_with_once(cfg: Config) -> Iterator[str]:
 
 
 @rule(Config)
+def teachers_know_no_candidates(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.top_k is not None and cfg.distill is not None:
+        yield (
+            f"rollout.top_k = {cfg.rollout.top_k} makes a token's distribution one over some tokens, and that of a "
+            "teacher in [distill] is over all; remove top_k and top_p, or [distill]"
+        )
+
+
+@rule(Config)
 def routes_of_the_first_pass_need_several_updates(cfg: Config) -> Iterator[str]:
     if cfg.correction.router_replay == "R2" and cfg.loss.updates_per_step == 1:
         yield (
@@ -475,6 +484,11 @@ def engine_setting_problems(cfg: Config, facts: EngineFacts) -> Iterator[str]:
         yield (
             f'correction.router_replay = "R3" replays what the engine chose, and {engine} reports no routes; set it to '
             '"R2", which needs several updates a step, or to "none"'
+        )
+    if cfg.rollout.top_k is not None and not facts.reports_candidates:
+        yield (
+            f"rollout.top_k = {cfg.rollout.top_k} trains on log-probabilities among the tokens that top-k and top-p "
+            f'left, and {engine} does not report them; set rollout.engine = "torch", or remove top_k and top_p'
         )
     if cfg.debug.follow_schedule is not None and not facts.advances_clock:
         yield (

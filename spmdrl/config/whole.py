@@ -135,6 +135,7 @@ class Config(Section):
         return {
             "turn_weight": self.reward.turn_weight,
             "needs_routes": self.correction.router_replay == "R3",
+            "needs_candidates": self.rollout.top_k is not None,
             "algorithms": self.algorithm_places,
         }
 

@@ -41,6 +41,7 @@ class SequenceInfo:
     num_replaced: int = 0
     num_layers: int = 0  # of its routes, 0 without any
     num_chosen: int = 0  # experts of a token in a layer
+    num_candidates: int = 0  # of each of its tokens
     # Of its first blocks of tokens, as far as another sequence of its rank begins with them: `algo/prefix_tree.py`.
     block_hashes: tuple[int, ...] = ()
 
@@ -66,6 +67,7 @@ class SequenceInfo:
             num_replaced=sequence.hint.num_replaced,
             num_layers=num_layers,
             num_chosen=num_chosen,
+            num_candidates=0 if sequence.candidates is None else sequence.candidates.shape[1],
         )
 
     @property
@@ -80,12 +82,13 @@ class SequenceInfo:
         return 2 * self.num_tokens + others
 
     @property
-    def num_routes(self) -> int:
-        """Experts in its routes, over tokens and layers."""
-        return self.num_tokens * self.num_layers * self.num_chosen
+    def wide(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its routes and of its candidates; some dimension is 0 without any."""
+        routes = (self.num_tokens, self.num_layers, self.num_chosen)
+        return {"routes": routes, "candidates": (self.num_tokens, self.num_candidates)}
 
 
-_TURN_WIDTH = 7  # number, start, end, state, role, team, and the bits of the reward
+_TURN_WIDTH = 8  # number, start, end, state, role, team, newest, and the bits of the reward
 _IMAGE_WIDTH = 7  # the halves of the digest, first token and number of tokens, and the grid
 
 
@@ -136,8 +139,8 @@ def exchange(
     """Send each sequence to all ranks of share share_of[place]; return this rank's share, in global order.
 
     Each share belongs to `ranks_per_share` neighbouring ranks, which all work on the same sequences. Between ranks
-    there is one all-to-all for integers, one for floats and, where there are some, one for routes; `infos` tells every
-    rank how much each rank sends.
+    there is one all-to-all for integers, one for floats and, where there are some, one for routes and one for
+    candidates; `infos` tells every rank how much each rank sends.
     """
     if mesh.size() == 1:
         return sorted(sequences, key=lambda sequence: sequence.place)
@@ -168,14 +171,24 @@ def exchange(
         _sequence(info, numbers, of_tokens.tolist())
         for info, numbers, of_tokens in zip(incoming, parts, logprobs, strict=True)
     ]
-    if any(info.num_routes for info in infos):
-        routed = [torch.empty(0, dtype=torch.int16), *(s.routes.flatten() for s in everything if s.routes is not None)]
-        flat = torch.cat(routed).view(torch.uint8)  # as bytes: not every backend knows every dtype
-        flat = _all_to_all(flat, *splits(lambda info: 2 * info.num_routes), mesh).view(torch.int16)
-        of_sequences = flat.split([info.num_routes for info in incoming])
+    for name, dtype in (("routes", torch.int16), ("candidates", torch.int32)):
+
+        def size(info: SequenceInfo, name: str = name) -> int:
+            return math.prod(info.wide[name])
+
+        def num_bytes(info: SequenceInfo, name: str = name, dtype: torch.dtype = dtype) -> int:
+            return math.prod(info.wide[name]) * dtype.itemsize
+
+        if not any(map(size, infos)):
+            continue
+        columns = [column.flatten() for s in everything if (column := getattr(s, name)) is not None]
+        # As bytes: not every backend knows every dtype.
+        flat = torch.cat([torch.empty(0, dtype=dtype), *columns]).view(torch.uint8)
+        flat = _all_to_all(flat, *splits(num_bytes), mesh).view(dtype)
+        of_sequences = zip(received, incoming, flat.split([size(info) for info in incoming]), strict=True)
         received = [
-            replace(sequence, routes=routes.view(-1, info.num_layers, info.num_chosen)) if info.num_routes else sequence
-            for sequence, info, routes in zip(received, incoming, of_sequences, strict=True)
+            replace(sequence, **{name: values.view(info.wide[name])}) if size(info) else sequence
+            for sequence, info, values in of_sequences
         ]
     return sorted([*stays, *received], key=lambda sequence: sequence.place)
 
@@ -215,7 +228,7 @@ def send_tensors(
 def _whole_numbers(sequence: Sequence) -> Iterator[int]:
     """Iterate over everything about a sequence that is no logprob and that its `SequenceInfo` does not tell."""
     turns = (
-        (turn.number, turn.start, turn.end, turn.state, turn.role, turn.team, _bits(turn.reward))
+        (turn.number, turn.start, turn.end, turn.state, turn.role, turn.team, turn.newest, _bits(turn.reward))
         for turn in sequence.turns
     )
     images = ((*_halves(image.digest), image.start, image.num_tokens, *image.grid) for image in sequence.images)
@@ -236,8 +249,17 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
         reward=info.reward,
         baseline_reward=info.baseline_reward,
         turns=tuple(
-            TurnSpan(number=number, start=start, end=end, state=state, role=role, team=team, reward=_from_bits(reward))
-            for number, start, end, state, role, team, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
+            TurnSpan(
+                number=number,
+                start=start,
+                end=end,
+                state=state,
+                role=role,
+                team=team,
+                newest=newest,
+                reward=_from_bits(reward),
+            )
+            for number, start, end, state, role, team, newest, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
         ),
         earned=info.earned,
         teacher=info.teacher,

@@ -203,6 +203,8 @@ class PolicyObjective:
             **{f"loss/{name}": values for name, values in policy.means.items()},
         }
         elsewhere = mismatch_by_depth(drift, micro_batch, self._depths)
+        if (after := micro_batch.after_refit) is not None:
+            elsewhere["mismatch/mean_abs_nats_after_refit"] = drift.mismatch.abs(), mask & after
         if (disagreement := outputs.router_disagreement) is not None:
             has_route = mask & (disagreement >= 0)
             whose = "mismatch" if self._correction.router_replay == "R3" else "update"
@@ -225,6 +227,9 @@ class PolicyObjective:
             means["update/log_ratio_squared"] = penalty.detach()
         if entropy_coef := self._coefficients.get(ENTROPY, self._loss.entropy_coef):
             per_token = per_token - entropy_coef * outputs.entropy
+        if (imbalance := outputs.expert_imbalance) is not None:
+            per_token = per_token + self._loss.expert_balance_coef * imbalance
+            means["experts/imbalance"] = imbalance.detach()
         loss_sum = weighted_sum(per_token, micro_batch.loss_weights)
         if (weights := micro_batch.environment_weights) is not None:
             said = weights != 0

@@ -49,6 +49,7 @@ from spmdrl.memory.phase import PhaseMemory, Rank
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
 _FLOAT32 = 4
+_CANDIDATE = 8 + 6 * _FLOAT32  # its number, z, log-probability, share, probability and two gradients
 _TOP_TOKEN = 8 + _FLOAT32  # its number and its log-probability
 
 
@@ -396,10 +397,11 @@ def _tower_in_backward(cfg: Config | TuningConfig, rank: Rank, settings: Activat
 
 
 def _logits(cfg: Config | TuningConfig, rank: Rank) -> int:
-    distill = _distill(cfg)
-    return logits_bytes(
+    distill, num_tokens = _distill(cfg), micro_batch_tokens(cfg, rank.run)
+    num_candidates = num_tokens * ((cfg.rollout.top_k or 0) if isinstance(cfg, Config) else 0)
+    return num_candidates * _CANDIDATE + logits_bytes(
         rank.decoder,
-        num_tokens=micro_batch_tokens(cfg, rank.run),
+        num_tokens=num_tokens,
         chunk_tokens=cfg.model.logits_chunk_tokens,
         tile_elements=rank.tile_elements,
         tile_columns=rank.tile_columns,

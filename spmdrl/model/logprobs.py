@@ -73,10 +73,13 @@ def predicting_tokens(wanted: Tensor, positions: Tensor) -> Tensor:
     return torch.nonzero(wanted[1:] & (positions[1:] != 0)).flatten()
 
 
-def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return logprobs [N] of targets [N] under softmax of logits [N, V].
+def logprobs_of_logits(
+    logits: Tensor, targets: Tensor, head: Head, others: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return logprobs [N] of targets [N] under softmax of logits [N, V], and those of others [N, K].
 
-    They have the bits of `next_token_logprobs` with the same head, when its tiles have a fixed number of columns.
+    They have the bits of `next_token_logprobs`, and of `next_token_logprobs_of`, with the same head, when its tiles
+    have a fixed number of columns.
     """
     tile, slabs = head.tile_on(logits.device.type), head.slabs(logits.shape[1], 1, logits.device.type)
 
@@ -84,7 +87,28 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, head: Head) -> Tensor:
         part = logits[:, slab].clone(memory_format=torch.contiguous_format)
         return tile.summary(part, targets, slab.start, Scale(), before)
 
-    return scores_of(over_slabs(slabs, extended))[0]
+    summary = over_slabs(slabs, extended)
+    if others is None:
+        return scores_of(summary)[0], None
+    z = logits_tile.z_at(logits, others, Scale())
+    return scores_of(summary)[0], ((z - summary[0]) - summary[1].log()).T
+
+
+def over_candidates(
+    logprobs: Tensor, entropy: Tensor, candidates: Tensor, of_candidates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Change logprobs [N] and entropy [N], of tokens in the whole vocabulary, to those among their candidates [N, K]
+    alone, which are -1 where there are fewer; a row without any stays.
+
+    `of_candidates` [N, K] are the logprobs of these in the whole vocabulary.
+    """
+    exists = candidates >= 0
+    has_any = exists.any(-1)
+    shares = torch.where(exists, of_candidates, torch.where(has_any, -torch.inf, 0.0)[:, None])
+    total = shares.logsumexp(-1)
+    log_p = torch.where(exists, of_candidates - total[:, None], 0.0)
+    of_set = -(torch.where(exists, log_p.exp(), 0.0) * log_p).sum(-1)
+    return torch.where(has_any, logprobs - total, logprobs), torch.where(has_any, of_set, entropy)
 
 
 def place_at(places: Tensor, values: Tensor, size: int) -> Tensor:

@@ -27,6 +27,7 @@ class Operators:
 
     layers: Layers
     next_token_logprobs: Callable[..., tuple[Tensor, Tensor]]  # as `logprobs.next_token_logprobs`, without its `head`
+    next_token_logprobs_of: Callable[..., tuple[Tensor, Tensor, Tensor]] = logprobs.next_token_logprobs_of  # likewise
     # As `divergence.next_token_divergence`, without its `head`.
     next_token_divergence: Callable[..., tuple[Tensor, Tensor, Tensor]] = divergence.next_token_divergence
     linear: Callable[..., Tensor] = linear  # x [..., D], a weight [V, D], maybe a bias [V] give [..., V]
@@ -45,6 +46,7 @@ _FUSED = Operators(lambda model, _: fused_layers(model), logprobs.next_token_log
 _INVARIANT = Operators(
     lambda model, _: invariant.invariant_layers(model),
     functools.partial(logprobs.next_token_logprobs, head=invariant.HEAD),
+    functools.partial(logprobs.next_token_logprobs_of, head=invariant.HEAD),
     functools.partial(divergence.next_token_divergence, head=invariant.HEAD),
     linear=invariant.linear,
     switches=invariant.SWITCHES,
@@ -59,7 +61,7 @@ def operators_of(kernel: Kernel) -> Operators:
         return Operators(
             lambda model, _: sglang_operators.engine_layers(model),
             sglang_operators.next_token_logprobs,
-            sglang_operators.next_token_divergence,
+            next_token_divergence=sglang_operators.next_token_divergence,
             casts_inputs=False,
             switches=sglang_operators.switches("fa3" if kernel == "sglang_fa3" else "triton"),
         )

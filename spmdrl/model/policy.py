@@ -22,7 +22,7 @@ from spmdrl.model.context import ContextRanks, context_attention, context_tree_a
 from spmdrl.model.divergence import TeacherHead, top_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logits_tile import Scale
-from spmdrl.model.logprobs import HeadOptions, place_at, predicting_tokens
+from spmdrl.model.logprobs import HeadOptions, over_candidates, place_at, predicting_tokens
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.mixer import NodeLevels
 from spmdrl.model.operators import operators_of
@@ -121,6 +121,7 @@ class TokenLogprobs(NamedTuple):
     # model's own routers would not have taken; negative where it has no record, 0 for tokens that are not predicted.
     router_disagreement: Tensor | None = None
     expert_loads: Tensor | None = None  # [L, E] float32: of the same rows, those that went to each expert of a layer
+    expert_imbalance: Tensor | None = None  # [T] float32, `Routers.imbalance` of the same rows, where it is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,7 @@ class Policy(PackedModel):
         self._options = HeadOptions(self._scale_at(temperature), logits_chunk_tokens, vocabulary)
         operators = operators_of(kernel)
         self.next_token_logprobs = operators.next_token_logprobs
+        self.next_token_logprobs_of = operators.next_token_logprobs_of
         self.next_token_divergence = operators.next_token_divergence
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
@@ -323,10 +325,22 @@ class Policy(PackedModel):
         predicting, head = self._predict(micro_batch, micro_batch.predicted), self._head()
         if self.teaching is not None and micro_batch.teacher_outputs:
             columns = self._taught(micro_batch, predicting, head)
+        elif micro_batch.candidates is not None:
+            columns = self._among(micro_batch.candidates, predicting, head)
         else:
             columns = self.next_token_logprobs(predicting.hidden, *head, predicting.token_ids, self._options)
         found = TokenLogprobs(*(self._per_token(column, predicting.tokens, micro_batch) for column in columns))
         return found if self.routers is None else self._with_routing(found, micro_batch, predicting, self.routers)
+
+    def _among(
+        self, candidates: Tensor, predicting: _PredictingRows, head: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropy [N] of the predicted tokens among their candidates, of all tokens [T, K]."""
+        of_rows = self._on_device(candidates[predicting.tokens].long())
+        logprobs, entropy, of_candidates = self.next_token_logprobs_of(
+            predicting.hidden, *head, predicting.token_ids, of_rows, self._options
+        )
+        return over_candidates(logprobs, entropy, of_rows, of_candidates)
 
     def _with_routing(
         self, found: TokenLogprobs, micro_batch: MicroBatch, predicting: _PredictingRows, routers: Routers
@@ -335,10 +349,21 @@ class Policy(PackedModel):
         loads = routers.loads(predicting.rows)
         if loads is not None and self.context is not None:
             loads = sum_over(self.context.mesh, loads)
+        if routers.watches_scores:
+            found = found._replace(expert_imbalance=self._imbalance(micro_batch, predicting, routers))
         if micro_batch.routes is None:
             return found._replace(expert_loads=loads)
         disagreement = self._per_token(routers.disagreement[predicting.rows], predicting.tokens, micro_batch)
         return found._replace(expert_loads=loads, router_disagreement=disagreement)
+
+    def _imbalance(self, micro_batch: MicroBatch, predicting: _PredictingRows, routers: Routers) -> Tensor:
+        """Return `Routers.imbalance` of the predicted tokens, [T]."""
+        ends = micro_batch.cu_seqlens[1:].cpu()
+        sequences = self._on_device(torch.searchsorted(ends, predicting.tokens.int(), right=True))
+        loads = routers.sequence_loads(predicting.rows, sequences, len(ends))
+        if self.context is not None:
+            loads = sum_over(self.context.mesh, loads)
+        return self._per_token(routers.imbalance(predicting.rows, sequences, loads), predicting.tokens, micro_batch)
 
     def own_routes(self, micro_batch: MicroBatch) -> Tensor:
         """Return the routes of the last forward pass, which was of this micro-batch: [T, L, k] int16, on the host.

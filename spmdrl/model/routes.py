@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from spmdrl.algo.segments import expert_imbalance
+
 FREE = -1  # in the place of an expert: there is no record, and the router chooses by itself
 
 
@@ -44,12 +46,36 @@ class Routers:
         own. Where an expert is FREE, the router chooses."""
         for layer, choice in enumerate(self._choices):
             choice.given = None if routes is None else routes[:, layer]
-            choice.taken = choice.differing = None
+            choice.taken = choice.differing = choice.logits = choice.gates = None
 
     @property
     def taken(self) -> Tensor:
         """The routes of the last forward pass, [T, L, k] int16."""
         return torch.stack([_there(choice.taken) for choice in self._choices], dim=1)
+
+    def watch_scores(self) -> None:
+        """Have forward passes leave what routers say of all experts, for `imbalance`."""
+        for choice in self._choices:
+            choice.keeps_scores = True
+
+    @property
+    def watches_scores(self) -> bool:
+        """True when forward passes leave what routers say of all experts."""
+        return self._choices[0].keeps_scores
+
+    def sequence_loads(self, rows: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+        """Count the tokens of each of S sequences that each expert had in the last forward pass among these rows [N],
+        of the sequences [N] int64: [S, L, E] float32."""
+        loads = torch.zeros(num_sequences, self.num_layers, self.num_experts, device=rows.device)
+        layers = torch.arange(self.num_layers, device=rows.device)[:, None]
+        taken = self.taken[rows].long()  # [N, L, k]
+        places = (sequences[:, None, None], layers.expand_as(taken), taken)
+        return loads.index_put_(places, torch.ones((), device=rows.device), accumulate=True)
+
+    def imbalance(self, rows: Tensor, sequences: Tensor, loads: Tensor) -> Tensor:
+        """Return `expert_imbalance` of each of these rows, for loads [S, L, E]: [N] float32, the mean over layers."""
+        by_layer = zip(self._choices, loads.unbind(1), strict=True)
+        return torch.stack([expert_imbalance(one.shares(rows), sequences, load) for one, load in by_layer]).mean(0)
 
     def loads(self, rows: Tensor) -> Tensor | None:
         """Count the tokens that each expert had in the last forward pass among these rows [N]: [L, E] float32; None
@@ -89,14 +115,32 @@ class _Choice(TorchFunctionMode):
         self.given: Tensor | None = None  # [T, k]
         self.taken: Tensor | None = None  # [T, k] int16
         self.differing: Tensor | None = None  # [T] float32
+        self.keeps_scores = False
+        self.logits: Tensor | None = None  # [T, E]
+        self.gates: Tensor | None = None  # [T, E]: their sigmoids, where the router takes them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.keeps_scores:
+            self._note(func, result)
         if func not in (torch.topk, Tensor.topk):
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
-        is_of_groups = scores.ndim != 2 or scores.shape[1] != self.num_experts  # and not of experts
-        return result if is_of_groups else self._chosen(scores, result)
+        return self._chosen(scores, result) if _are_of_all(scores, self.num_experts) else result
+
+    def _note(self, func: Any, result: Any) -> None:
+        """Note the scores of the forward pass, not those of a layer that is computed again."""
+        if func in _LINEAR and self.logits is None and _are_of_all(result, self.num_experts):
+            self.logits = result
+        elif func in _SIGMOID and self.gates is None and _are_of_all(result, self.num_experts):
+            self.gates = result
+
+    def shares(self, rows: Tensor) -> Tensor:
+        """Return what the router gives each expert at these rows, [N, E] float32; the sum of a row is 1."""
+        if self.gates is None:
+            return _there(self.logits)[rows].float().softmax(-1)
+        gates = self.gates[rows].float()
+        return gates / gates.sum(-1, keepdim=True)
 
     def _chosen(self, scores: Tensor, best: Any) -> Any:
         """Return values and indices [T, k] of the experts to take, where `best` are those of the highest scores."""
@@ -111,6 +155,14 @@ class _Choice(TorchFunctionMode):
         self.taken = indices.to(torch.int16)
         self.differing = differs.float().mean(-1).masked_fill(is_free.any(-1), -torch.inf)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+_LINEAR = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.nn.functional.sigmoid)
+
+
+def _are_of_all(scores: Tensor, num_experts: int) -> bool:
+    return scores.ndim == 2 and scores.shape[1] == num_experts  # not those of groups of experts
 
 
 def _watched(router: nn.Module, num_experts: int) -> _Choice:

@@ -510,20 +510,21 @@ def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterato
 def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
     if isinstance(cfg, TuningConfig):
         return
-    replays, rate = cfg.correction.router_replay != "none", cfg.optim.expert_bias_rate
-    if not replays and rate is None:
+    replay, rate = cfg.correction.router_replay, cfg.optim.expert_bias_rate
+    coef = max(one.loss.expert_balance_coef for one in cfg.algorithms)
+    if replay == "none" and rate is None and not coef:
         return
-    model = model_without_memory(policy.config, policy.cfg)
+    model, kind = model_without_memory(policy.config, policy.cfg), policy.config.model_type
     if rate is not None and (refusal := balance_refusal(model)):
         yield (
-            f"optim.expert_bias_rate = {rate:g} moves the biases by which experts are chosen, but "
-            f"{policy.config.model_type} {refusal}; remove it"
+            f"optim.expert_bias_rate = {rate:g} moves the biases by which experts are chosen, but {kind} {refusal}; "
+            "remove it"
         )
-    if replays and (refusal := routes_refusal(model)):
-        yield (
-            f'correction.router_replay = "{cfg.correction.router_replay}", but {policy.config.model_type} {refusal}; '
-            'set it to "none"'
-        )
+    refusal = routes_refusal(model)
+    if refusal and replay != "none":
+        yield f'correction.router_replay = "{replay}", but {kind} {refusal}; set it to "none"'
+    if refusal and coef:
+        yield f"loss.expert_balance_coef = {coef:g} balances the experts of a mixture, but {kind} {refusal}; remove it"
 
 
 def _rate_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:

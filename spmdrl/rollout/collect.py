@@ -22,6 +22,7 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.beside import HeldOutAnswers
 from spmdrl.rollout.clock import RecordedClock, RefitInFlight, TokenClock, VirtualClock
 from spmdrl.rollout.curriculum import MEASUREMENTS, NOTHING_MEASURED, Measurements
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
@@ -96,17 +97,19 @@ class Collector:
         clocks: Store | None = None,
         record: Callable[[int, Mapping[str, Any]], None] = lambda step, schedule: None,
         follows: Mapping[int, Mapping[str, Any]] | None = None,
+        held_out: HeldOutAnswers | None = None,
     ) -> None:
         """Engines share tickets through `store`; without one they split them beforehand, and where they sample ahead
         see each other's virtual clocks through `clocks`. `message` shows the user a line; `record` gets the schedule of
         each step, in JSON's types, on the first rank. With `follows`, which `record` has got in another run, by step,
-        engines do what they did there."""
+        engines do what they did there. They sample `held_out` beside the steps, where there is something to sample."""
         self._place, self._source = place, source
         self._rules = rules if follows is None else dataclasses.replace(rules, awaits_rewards=False)
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
         self._follows = follows
         self._curriculum = source.curriculum
         self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
+        self._held_out = held_out or HeldOutAnswers()
 
     def collect(self, step: int, in_flight: RefitInFlight | None = None) -> Collected:
         """Sample the step's prompt groups and start to compute their rewards; every rank must call this.
@@ -140,6 +143,7 @@ class Collector:
             carried=[opened(group.prompt) if group in stale else group.copy() for group in before.carried],
             is_due=window.is_due,
             clock=clock,
+            held_out=self._held_out,
         )
         self._sample(part, tickets, step)
         if in_flight is not None:
@@ -223,7 +227,7 @@ class Collector:
                 setting = "max_staleness = 0" if self._rules.oldest_first else "partial = false"
                 self._message(f"rollout.{setting}: {len(groups)} unfinished prompt groups of step {step} are dropped")
             return
-        before, now = {_OVERSAMPLES: True} | saved["sampling"], self._shared_settings()
+        before, now = {_OVERSAMPLES: True, "top_k": None, "top_p": 1.0} | saved["sampling"], self._shared_settings()
         if groups and "episodes" not in groups[0]:
             raise UserError(
                 f"the checkpoint of step {step} holds unfinished prompt groups in the form of an earlier version; set "
@@ -264,6 +268,13 @@ class Collector:
                 f"advantage.estimator now compares with {wants}; set that back, or set rollout.partial = false to drop "
                 "unfinished groups"
             )
+        sampled = [response for episode in saved.episodes for response in episode.sampled]
+        if self._source.sampling.reports_routes and any(response.routes is None for response in sampled):
+            raise UserError(
+                f"the checkpoint of step {step} holds unfinished prompt groups without the experts that tokens went "
+                'to, which correction.router_replay = "R3" replays; set it back, or set rollout.partial = false to '
+                "drop unfinished groups"
+            )
         return PromptGroup.restored(saved, prompt, self._source.sampling, self._source.env_context)
 
     def _shared_settings(self) -> dict[str, Any]:
@@ -273,6 +284,8 @@ class Collector:
             "group_size": sampling.group_size,
             "max_response_tokens": sampling.max_response_tokens,
             "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
             "stop_token_ids": sorted(sampling.stop_token_ids),
             _OVERSAMPLES: not self._rules.oldest_first,
         }

@@ -73,6 +73,13 @@ class SavedEpisode:
     num_left_out: int = 0
     replaced_tokens: int = 0
     is_summarizing: bool = False
+    spent_s: float = 0.0
+
+    @property
+    def sampled(self) -> list[Response]:
+        """The responses that have tokens; the last one may be unfinished."""
+        responses = [*(turn.response for turns in self.trajectories for turn in turns), self.response]
+        return [response for response in responses if response.token_ids]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -97,10 +104,11 @@ class Episode:
     num_left_out: int = 0  # turns, the first ones without summaries, that do not stand whole any more
     replaced_tokens: int = 0  # of the conversation before it was rewritten for the turn, or summary, that is sampled
     is_summarizing: bool = False  # `response` is a summary
+    spent_s: float = 0.0  # in its environment's steps and in the engine, as far as counted; 0 without an environment
     env_future: Future[Answer] | None = None  # the environment's answer to the reset or to `response`
     _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
-    _start: float = 0.0  # of its part in this step, by the monotonic clock
+    _counted_s: float = 0.0  # the moment up to which `spent_s` counts, by the monotonic clock
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -124,7 +132,7 @@ class Episode:
 
     def begin(self) -> None:
         """Begin the episode, or resume one that was interrupted."""
-        self._start = time.monotonic()
+        self._counted_s = time.monotonic()  # the time of a pause does not count
         if self.env_context is None:
             self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
             self.state = EpisodeState.SAMPLING
@@ -167,6 +175,7 @@ class Episode:
             response_ids=self.response.token_ids,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
             stop_token_ids=self.sampling.stop_token_ids,
             images=self._images + self.context_images,
             cache_on_finish=self._ends_before_another,
@@ -175,6 +184,7 @@ class Episode:
 
     def add(self, sampled: Response) -> None:
         """Append what an engine sampled. A whole response finishes the episode, or its environment takes a step."""
+        self._count_time()
         self.response = self.response.continued(sampled)
         reason = self.response.finish_reason
         if reason == "abort":
@@ -312,9 +322,15 @@ class Episode:
             return "done"
         if self._num_acted >= self.env_context.cfg.max_turns:
             return "max_turns"
-        if time.monotonic() - self._start > self.env_context.cfg.episode_timeout_s:
+        self._count_time()
+        if self.spent_s > self.env_context.cfg.episode_timeout_s:
             return "episode_timeout"
         return None
+
+    def _count_time(self) -> None:
+        if self.env_context is not None:
+            now = time.monotonic()
+            self.spent_s, self._counted_s = self.spent_s + now - self._counted_s, now
 
     def _append_observation(self, observation: Observation) -> None:
         """Begin a turn with what the policy reads of an observation."""

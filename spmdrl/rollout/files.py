@@ -32,7 +32,7 @@ from spmdrl.rewards.client import Rewarded, known_reward
 from spmdrl.rollout.codec import ACTIONS, IMAGES, OBSERVATIONS, PROMPTS
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler
-from spmdrl.types import Response, RewardOutcome, Rollout, Routes, Span, Trajectory, Turn, UserError
+from spmdrl.types import Candidates, Response, RewardOutcome, Rollout, Routes, Span, Trajectory, Turn, UserError
 
 _PREFIX = "step-"
 _WRITER = "debug.save_rollouts"
@@ -223,6 +223,8 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
             for routes in all_routes
             for number in (_NO_ROUTES if routes is None else (routes.start, *routes.shape))
         ).view(-1, 4),
+        # Where responses have candidates: those of all, and how many a token has, [K]
+        **_candidate_columns([response.candidates for response in responses]),
         # [K, 3], where a conversation has been rewritten
         **({"rewritten": whole(itertools.chain(*rewritten)).view(-1, 3)} if {*rewritten} - {_NOT_REWRITTEN} else {}),
         "texts": as_bytes(
@@ -247,8 +249,10 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
 
 def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
-    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name not in ("texts", "routes")}
+    wide = ("texts", "routes", "candidates")
+    columns = {name: tensor.tolist() for name, tensor in tensors.items() if name not in wide}
     columns["routes"] = list(_routes(tensors["routes"], columns["routes_of"]))
+    columns["candidates"] = list(_candidates(tensors.get("candidates"), columns))
     numbers = zip(columns["prompt_id"], _cut(columns["prompt_token_ids"], columns["prompt_tokens"]), strict=True)
     prompts = PROMPTS.load(
         [
@@ -295,14 +299,48 @@ def _routes(flat: Tensor, routes_of: Sequence[Sequence[int]]) -> Iterator[Routes
         yield Routes.of(start, experts.view(*shape)) if any(shape) else None
 
 
+def _candidate_columns(of_responses: Sequence[Candidates | None]) -> dict[str, Tensor]:
+    """Lay out the candidates of responses; nothing where there are none."""
+    reported = [candidates.tensor.flatten() for candidates in of_responses if candidates is not None]
+    if not reported:
+        return {}
+    widths = torch.tensor([0 if candidates is None else candidates.shape[1] for candidates in of_responses])
+    return {"candidates": torch.cat(reported), "num_candidates": widths}
+
+
+def _candidates(flat: Tensor | None, columns: Mapping[str, Any]) -> Iterator[Candidates | None]:
+    """Yield the candidates of each turn."""
+    lengths = columns["response_tokens"]
+    if flat is None:
+        yield from [None] * len(lengths)
+        return
+    widths = columns["num_candidates"]
+    parts = flat.split([length * width for length, width in zip(lengths, widths, strict=True)])
+    for values, width in zip(parts, widths, strict=True):
+        yield Candidates.of(values.view(-1, width)) if width else None
+
+
 def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:
     not_rewritten = [_NOT_REWRITTEN] * len(texts["finish_reasons"])
-    for context_ids, token_ids, logprobs, spans, routes, finish_reason, action, observation, images, rewritten in zip(
+    for (
+        context_ids,
+        token_ids,
+        logprobs,
+        spans,
+        routes,
+        candidates,
+        finish_reason,
+        action,
+        observation,
+        images,
+        rewritten,
+    ) in zip(
         _cut(columns["context_ids"], columns["context_tokens"]),
         _cut(columns["token_ids"], columns["response_tokens"]),
         _cut(columns["logprobs"], columns["response_tokens"]),
         _cut(columns["spans"], columns["num_spans"]),
         columns["routes"],
+        columns["candidates"],
         texts["finish_reasons"],
         ACTIONS.load(texts["actions"]),
         OBSERVATIONS.load(texts["observations"]),
@@ -316,6 +354,7 @@ def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Tur
             finish_reason=finish_reason,
             spans=tuple(Span(*span) for span in spans),
             routes=routes,
+            candidates=candidates,
         )
         is_summary, is_trained, replaced_tokens = rewritten
         yield Turn(
@@ -414,11 +453,11 @@ def recording_problems(cfg: Config) -> Iterator[str]:
             f'debug.load_rollouts = {folder} was recorded without routes, which correction.router_replay = "R3" '
             'replays; set it to "none", or record with it'
         )
-    for setting in ("group_size", "temperature"):
-        if before[setting] != getattr(now, setting):
+    for setting, default in (("group_size", None), ("temperature", None), ("top_k", None), ("top_p", 1.0)):
+        if (recorded_with := before.get(setting, default)) != getattr(now, setting):
             yield (
-                f"debug.load_rollouts = {folder} was recorded with rollout.{setting} = {before[setting]}, but now it "
-                f"is {getattr(now, setting)}; set it to {before[setting]}"
+                f"debug.load_rollouts = {folder} was recorded with rollout.{setting} = {recorded_with}, but now it is "
+                f"{getattr(now, setting)}; set it to {recorded_with}"
             )
 
 

@@ -20,6 +20,7 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.start import Restarts
 from spmdrl.rewards.client import Pending
+from spmdrl.rollout.beside import HeldOutAnswers
 from spmdrl.rollout.clock import TOKENS_PER_TICK, TokenClock
 from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success
 from spmdrl.rollout.env_context import EnvContext
@@ -138,8 +139,9 @@ class EnginePart:
         carried: Sequence[PromptGroup],
         is_due: Callable[[PromptGroup], bool],
         clock: TokenClock,
+        held_out: HeldOutAnswers,
     ) -> None:
-        """`is_due` says of a group whether the step may train on it."""
+        """`is_due` says of a group whether the step may train on it. `held_out` is sampled beside the groups."""
         self.accepted: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
         self.opened: dict[int, int] = {}  # by prompt_id: the engine's clock when it was opened
@@ -151,6 +153,7 @@ class EnginePart:
             place.engine, restore_images=source.restore_images, in_order=rules.in_order, max_open=rules.max_open
         )
         self._tickets, self._open_group, self._is_due, self._clock = tickets, open_group, is_due, clock
+        self._held_out = held_out
         # Groups that this engine samples at the same time, at most; those that only wait for a reward do not count.
         # The engine asks for requests only as it has room. But an engine with room for every group would take all
         # tickets before another took its first, so none has more than its share open at once.
@@ -203,16 +206,22 @@ class EnginePart:
         )
 
     def _counted(self) -> Iterator[Episode | None]:
-        """Count the episodes that are started."""
+        """Count the episodes that are started. Those of an evaluation, which are not counted, come after groups that go
+        on and before new ones."""
         limit = self._clock.num_to_begin(len(self.started))
         self.started.append(0)
-        if limit == 0:
-            return
-        for episode in self._episodes():
+        held_out = self._held_out.episodes if self._held_out.is_sampling else []
+        num_carried = sum(len(group.unfinished) for group in self._unfinished.values())
+        for episode in self._episodes() if limit != 0 else ():
+            if self.started[-1] >= num_carried:
+                yield from held_out
+                held_out = []
+            self._held_out.deliver()
             self.started[-1] += episode is not None
             yield episode
             if self.started[-1] == limit:
-                return
+                break
+        yield from held_out
 
     def _episodes(self) -> Iterator[Episode | None]:
         """Yield episodes as long as there are more: of groups that go on, then of those that this engine opens."""
@@ -235,6 +244,11 @@ class EnginePart:
                 yield None
 
     def _add(self, episode: Episode) -> None:
+        if episode in self._held_out:
+            self._held_out.add(episode)
+            if self._is_over() and self._unfinished:
+                self._scheduler.stop()
+            return
         group = self._unfinished[episode.prompt.prompt_id]
         group.pending[episode.sample_index] = self._source.submit(episode.rollout())
         if group.is_sampled:
@@ -260,11 +274,14 @@ class EnginePart:
 
     def _must_pause(self) -> bool:
         """Return True when the step has enough groups, or its refit in flight is due. Any thread may call this."""
+        if self._held_out.is_sampling:
+            return False
         return self._clock.is_refit_due if self._clock.awaits_refit else self._tickets.is_over()
 
     def _wait(self, others: Collection[Future[Any]] = ()) -> None:
         """Wait until a reward or one of `others` arrives, or until other engines may have changed what this one may
         do."""
+        self._held_out.deliver()
         rewards = [future for group in self._undecided.values() for _, future in group.pending.values()]
         if missing := [*(future for future in rewards if not future.done()), *others]:
             concurrent.futures.wait(missing, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,16 @@ from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
 from spmdrl.rewards.judge import Cache
+from spmdrl.rollout.beside import HeldOutAnswers
 from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import EnvContext, open_env_context
+from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.policy_judge import PolicyJudge
 from spmdrl.rollout.sample import eval_sampling, training_sampling
-from spmdrl.rollout.scheduler import RestoreImages, sample
+from spmdrl.rollout.scheduler import EpisodeScheduler, RestoreImages, sample
 from spmdrl.run import Launch
 from spmdrl.types import Rollout, UserError
 
@@ -82,6 +84,7 @@ class LocalSampler(Sampler):
         has_images = run.inputs.images.store is not None
         self._restore: RestoreImages | None = prompts.restore if has_images else None
         self._restore_held_out: RestoreImages | None = run.inputs.held_out.restore if has_images else None
+        self._answers = HeldOutAnswers()
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
             GroupSource(
@@ -99,6 +102,7 @@ class LocalSampler(Sampler):
             message=message,
             record=self._record,
             follows=_followed_schedule(cfg),
+            held_out=self._answers,
         )
         # The first engine writes it, from where the run begins.
         writes = rules.can_be_stale and engine.leads and meshes.engine_index == 0
@@ -149,6 +153,29 @@ class LocalSampler(Sampler):
 
         pending = self._restarts.carry(answer, during="an evaluation")
         return self._judged(pending, during="the judgments of an evaluation")
+
+    def ask_held_out(self, deliver: Callable[[Sequence[Pending]], None]) -> None:
+        """Have this engine's part of the responses to held-out prompts sampled beside the next rollouts, and delivered
+        as soon as they are rewarded."""
+        groups = [
+            PromptGroup.opened(
+                prompt,
+                eval_sampling(self._cfg, self._stop_token_ids),
+                self._env_context,
+                step=0,
+                run_seed=self._cfg.run.seed,
+            )
+            for prompt in self._held_out
+        ]
+        self._answers.ask(groups, lambda episode: self._submit(episode.rollout()), deliver)
+
+    def finish_held_out(self) -> None:
+        """Deliver what was asked for and is not delivered yet; it is sampled now where no step was."""
+        if self._answers.is_sampling:
+            max_open = self._env_context.cfg.max_open if self._env_context is not None else None
+            scheduler = EpisodeScheduler(self._engine, max_open=max_open)
+            scheduler.run(self._answers.episodes, self._answers.add)
+        self._answers.deliver(waits=True)
 
     def _judged(self, pending: list[Pending], *, during: str) -> list[Pending]:
         """Add the parts of rewards that wait for groups; the policy is asked while its engine is awake."""

@@ -1,6 +1,6 @@
 """The loop of the ranks that only hold engines. The ranks that train run `train.py`, with the sampler of `remote.py`.
 
-    refit -> [ (refit -> (eval))... -> rollout -> reward -> deliver ] x num_steps -> (refit -> (eval))...
+    refit -> [ (refit)... -> rollout with eval -> reward -> deliver ] x num_steps -> (refit -> (eval))...
 
 until the ranks that train end it. A step is sampled as soon as the weights are fresh enough: at most
 `plan.steps_ahead` steps older than those a colocated run would use. With 0 or 1 that decides which weights sample which
@@ -71,14 +71,22 @@ def serve(run: Launch[Config]) -> None:
         sampled = step if ahead is None else step + 1
         sampler.restore(saved if ahead is None else ahead.state, step=sampled)
 
-        def refit() -> None:
+        # By a virtual clock, with other images in the store, and where the policy is asked about them, evaluations have
+        # the engine for themselves.
+        alone = run.cfg.run.deterministic or run.inputs.images.store is not None or run.cfg.reward.group_judges
+
+        def refit(*, is_last: bool = False) -> None:
             watch.enter("refit")
+            sampler.finish_held_out()
             weights.receive()
             watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
             if plan.evaluates_after(engine.version) and not (engine.version == step and run.resume_point.is_evaluated):
-                deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
+                if alone or is_last:
+                    deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
+                else:
+                    sampler.ask_held_out(lambda pending: deliver.held_out(run.rewards.collect(list(pending))))
 
         def refit_and_go_on() -> None:
             refit()
@@ -94,6 +102,7 @@ def serve(run: Launch[Config]) -> None:
             began, dropped = time.perf_counter(), prompts.dropped
             collected = sampler.collect_alone(number, in_flight if engine.version < number - 1 else None)
             watch.enter("reward")
+            sampler.finish_held_out()
             outcomes = run.rewards.collect(collected.pending)
             watch.enter("deliver")
             metrics = merge_all(
@@ -109,7 +118,7 @@ def serve(run: Launch[Config]) -> None:
             deliver.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
         while True:  # until the next order is `EndOfRun`
-            refit()
+            refit(is_last=True)
 
 
 class _Weights:

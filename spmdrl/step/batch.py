@@ -82,20 +82,22 @@ def to_sequences(
     *,
     turn_weight: float = 0.0,
     needs_routes: bool = False,
+    needs_candidates: bool = False,
     algorithms: Mapping[str, int] = NO_ALGORITHMS,
 ) -> list[Sequence]:
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
     `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `label` gives
     the place of a prompt's teacher, and what that reads, and `algorithms` that of its algorithm, by its task; others
-    have the first. Sequences have routes where they are needed. Raises TrainingDiverged on all ranks when an engine has
-    reported a log-probability that is not finite to one, and UserError when routes are missing.
+    have the first. Sequences have routes where they are needed, and candidates where they were reported. Raises
+    TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one, and UserError
+    when routes or candidates are missing that are needed.
     """
     with raise_on_all_ranks(mesh):
         return [
             replace(sequence, algorithm=algorithms.get(one.rollout.prompt.task, 0))
             for one in rewarded
-            for sequence in _sequences_of(one, turn_weight, needs_routes, *label(one.rollout.prompt))
+            for sequence in _sequences_of(one, turn_weight, (needs_routes, needs_candidates), label)
         ]
 
 
@@ -114,11 +116,29 @@ def _routes_of(trajectory: Trajectory, rollout: Rollout) -> Tensor | None:
     return routes
 
 
+def _candidates_of(trajectory: Trajectory, rollout: Rollout, *, is_needed: bool) -> Tensor | None:
+    """Return the candidates of a trajectory's tokens; raises UserError where a trained token has none that it needs."""
+    candidates, trained = trajectory.candidates, torch.tensor(trajectory.trained)
+    known = torch.zeros(len(trained), dtype=torch.bool) if candidates is None else (candidates >= 0).any(1)
+    if is_needed and not rollout.is_masked and (num_unknown := int((trained & ~known).sum())):
+        raise UserError(
+            f"rollout.top_k is set, but the engine has not reported from which tokens {num_unknown} of the "
+            f"{int(trained.sum())} tokens of sample {rollout.sample_index} of prompt {rollout.prompt.prompt_id} were "
+            "sampled; remove top_k and top_p"
+        )
+    return candidates
+
+
 def _sequences_of(
-    rewarded: RewardedRollout, turn_weight: float, needs_routes: bool, teacher: int, hint: Hint
+    rewarded: RewardedRollout,
+    turn_weight: float,
+    needs: tuple[bool, bool],
+    label: Callable[[Prompt], tuple[int, Hint]],
 ) -> Iterator[Sequence]:
-    """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained."""
-    rollout, earned = rewarded.rollout, 0.0
+    """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained; it `needs`
+    routes and candidates or not."""
+    rollout, earned, (needs_routes, needs_candidates) = rewarded.rollout, 0.0, needs
+    teacher, hint = label(rollout.prompt)
     _require_finite_logprobs(rollout)
     if rewarded.outcome.failure is not None:  # the reward is 0, and so are its parts
         turn_weight = 0.0
@@ -141,6 +161,7 @@ def _sequences_of(
             teacher=teacher,
             hint=hint,
             routes=_routes_of(trajectory, rollout) if needs_routes else None,
+            candidates=_candidates_of(trajectory, rollout, is_needed=needs_candidates),
         )
         earned += sum(turn.reward for turn in turns)
 
@@ -339,6 +360,9 @@ def lay_end_to_end(
         images=tuple(
             image.moved(start) for sequence, start in zip(sequences, starts, strict=False) for image in sequence.images
         ),
+        after_refit=torch.cat([_after_refit(one) for one in sequences])
+        if any(turn.newest for one in sequences for turn in one.turns)
+        else None,
         environment_weights=torch.cat([_on_read_tokens(one, environment.get(one.algorithm, 0.0)) for one in sequences])
         if any(environment.values())
         else None,
@@ -346,21 +370,19 @@ def lay_end_to_end(
         sequence_teacher=tuple(sequence.teacher for sequence in sequences),
         sequence_algorithm=tuple(sequence.algorithm for sequence in sequences),
         hints=tuple(sequence.hint for sequence in sequences),
-        routes=_laid_out_routes(sequences),
+        routes=_laid_out([sequence.routes for sequence in sequences], seqlens),
+        candidates=_laid_out([sequence.candidates for sequence in sequences], seqlens),
         tree=tree,
     )
 
 
-def _laid_out_routes(sequences: list[Sequence]) -> Tensor | None:
-    """Return the routes of all tokens, [T, L, k], -1 for those of sequences without a record; None where none has
-    one."""
-    known = [sequence.routes for sequence in sequences if sequence.routes is not None]
+def _laid_out(of_sequences: list[Tensor | None], seqlens: list[int]) -> Tensor | None:
+    """Return the columns of sequences end to end, [T, ...], -1 for those without one; None where none has one."""
+    known = [column for column in of_sequences if column is not None]
     if not known:
         return None
-    free = known[0].new_full((1, *known[0].shape[1:]), -1)
-    return torch.cat(
-        [free.expand(len(one.token_ids), -1, -1) if one.routes is None else one.routes for one in sequences]
-    )
+    lengths = zip(of_sequences, seqlens, strict=True)
+    return torch.cat([known[0].new_full((n, *known[0].shape[1:]), -1) if x is None else x for x, n in lengths])
 
 
 def _joined(parts: Iterable[tuple[T, ...]]) -> list[T]:
@@ -372,6 +394,14 @@ def _on_read_tokens(sequence: Sequence, weight: float) -> torch.Tensor:
     for start, end in sequence.observation_spans:
         weights[start:end] = weight
     return weights
+
+
+def _after_refit(sequence: Sequence) -> torch.Tensor:
+    found = torch.zeros(len(sequence.token_ids), dtype=torch.bool)
+    for turn in sequence.turns:
+        if turn.newest:
+            found[turn.newest : turn.end] = True
+    return found
 
 
 def _packing_metrics(packed: Packed, plan: Plan, *, place: int) -> Metrics:

@@ -47,7 +47,16 @@ def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]
             state = state_of(Observation(state=_SUMMARIZED) if turn.is_summary else read)
             role, team = _role_and_team(read)
             spans.append(
-                TurnSpan(number=number, start=start, end=end, reward=reward, state=state, role=role, team=team)
+                TurnSpan(
+                    number=number,
+                    start=start,
+                    end=end,
+                    reward=reward,
+                    state=state,
+                    role=role,
+                    team=team,
+                    newest=end - turn.response.spans[-1].num_tokens if len(turn.response.spans) > 1 else 0,
+                )
             )
             number, read = number + 1, read if turn.is_summary else turn.observation
         yield tuple(spans)

@@ -67,6 +67,10 @@ class Reinforcement:
     def objective(self) -> ObjectiveFunction:
         return PolicyObjective(self.loss)
 
+    @property
+    def balances_experts(self) -> bool:
+        return self.loss.expert_balance_coef > 0
+
     def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> FrozenModel | None:
         """Return the reference model, where the loss has one; every rank must call this."""
         return reference_of(policy, model, meshes, temperature=self.temperature) if self.loss.kl_coef else None
@@ -87,6 +91,7 @@ class Imitation:
     temperature = 1.0
     aggregation = "token_mean"
     objective = SftObjective()
+    balances_experts = False
 
     def reference(self, policy: Policy, model: ModelConfig, meshes: Meshes) -> None:
         """Do without a reference model."""
@@ -258,8 +263,11 @@ def train_case(case: Case, settings: Settings, batch: list[Sequence], world: Wor
     learning = settings.learning
     policy = load_trained(model, settings.lora, meshes, temperature=learning.temperature, seed=0)
     policy.next_token_logprobs = case.next_token_logprobs
-    if settings.replays_routes:
+    if settings.replays_routes or learning.balances_experts:
         policy.routers = Routers(policy.model)
+    if learning.balances_experts and policy.routers is not None:
+        policy.routers.watch_scores()
+    if settings.replays_routes and policy.routers is not None:
         num_chosen = experts_per_token(model_config.get_text_config())
         batch = with_random_routes(batch, policy.routers, num_chosen=num_chosen)
     reference = learning.reference(policy, model, meshes)

@@ -19,6 +19,7 @@ from tests.helpers.cuts import after_phases, cut, entering, nowhere
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import assert_same_weights, launch, sample_rows, steady_rows
 
+pytestmark = pytest.mark.timeout(1800)  # several runs each, beside other work
 SETTINGS = (
     "rollout.partial=true",
     "correction.kind=tis",
@@ -80,9 +81,9 @@ def test_a_deterministic_run_repeats_and_resumes_after_kills_bit_for_bit(
             continue  # where an engine has no phase of that name in the step of the trainer
         with pytest.raises(AssertionError, match="died without a word"):
             patch = partial(entering, step, phase, signal.SIGKILL, number % 2 if num_ranks == 2 else 0)
-            run_ranks(num_ranks, cut, argv, patch, timeout_s=200.0)
+            run_ranks(num_ranks, cut, argv, patch, timeout_s=600.0)
         assert (newest_step(killed / "checkpoints") or 0) < step
-    assert set(run_ranks(num_ranks, cut, argv, nowhere, timeout_s=200.0)) == {0}
+    assert set(run_ranks(num_ranks, cut, argv, nowhere, timeout_s=600.0)) == {0}
     assert_same_run(whole, killed)
 
     with redirect_stdout(StringIO()) as said:

@@ -83,6 +83,11 @@ PROGRAMS = {
         "rollout.group_size=2 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2 eval.every=1",
         keys="band commit date forecasts held machine recorded runs staleness",
     ),
+    "kept_cache.py": Program(
+        options="--model {folder}/model --runs {folder}/kept --seeds 1 run.num_steps=3 rollout.max_running=3 "
+        "rollout.group_size=2 optim.warmup_steps=0 rollout.prompts_per_step=2 eval.num_prompts=2",
+        keys="about commit date keep_over_recompute machine runs",
+    ),
     "demo_trees.py": Program(
         options="--tasks distill --start-steps 1 --runs {folder}/trees "
         "run.num_steps=1 optim.warmup_steps=0 rollout.prompts_per_step=2",

@@ -85,6 +85,7 @@ def interrupted_over_refits(path: str, kept: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kept_keys_serve_the_rest_of_their_responses_alone_and_not_for_ever(tmp_path: Path) -> None:
     save_qwen3(tmp_path)
     by_setting = {}

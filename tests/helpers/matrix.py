@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from spmdrl.config import PackConfig
@@ -56,9 +57,9 @@ def outcomes(trials: Sequence[Trial], *, num_sequences: int) -> list[CaseResult]
     return first
 
 
-def by_reward(path: str, **model: Any) -> Settings:
-    """Settings of reinforcement learning with every term of the loss."""
-    learning = Reinforcement(loss=loss_config(**LOSS), temperature=0.8)
+def by_reward(path: str, more: Mapping[str, Any] = MappingProxyType({}), **model: Any) -> Settings:
+    """Settings of reinforcement learning with every term of the loss that suits all models, and `more`."""
+    learning = Reinforcement(loss=loss_config(**LOSS, **more), temperature=0.8)
     return Settings(model=model_config(path, **model), pack=PACK, learning=learning)
 
 

@@ -149,7 +149,7 @@ def torchrun(folder: Path, num_ranks: int, *overrides: str) -> subprocess.Comple
 def launch(folder: Path, num_ranks: int, *overrides: str) -> None:
     """Run the configuration in `folder` to the end on ranks that are forked, which saves the seconds of torchrun and of
     their imports."""
-    codes = run_ranks(num_ranks, without_curves, main, [str(folder / "c.toml"), *overrides], timeout_s=250.0)
+    codes = run_ranks(num_ranks, without_curves, main, [str(folder / "c.toml"), *overrides], timeout_s=600.0)
     assert set(codes) == {0}
 
 

@@ -21,6 +21,12 @@ def routes_of(sequence: Sequence) -> torch.Tensor:
     return torch.arange(first, first + 6 * len(sequence.token_ids), dtype=torch.int16).view(-1, 3, 2)
 
 
+def candidates_of(sequence: Sequence) -> torch.Tensor:
+    """Five tokens each, of a large vocabulary."""
+    first = 2**18 + sequence.index
+    return torch.arange(first, first + 5 * len(sequence.token_ids), dtype=torch.int32).view(-1, 5)
+
+
 def some_sequences(count: int) -> list[Sequence]:
     """Pairs of one rollout, with numbers that no float32 holds; every other one has a baseline."""
     baselines = [math.nan, 0.1]
@@ -33,6 +39,7 @@ def some_sequences(count: int) -> list[Sequence]:
             state=2**52 - 1 - number,
             role=2**51 + number,
             team=2**52 - 1 - 2 * number,
+            newest=number,
         )
         for number in range(3)
     ]
@@ -45,6 +52,7 @@ def some_sequences(count: int) -> list[Sequence]:
             turns=tuple(turns[: s.index % 4]),
             earned=s.index / 3,
             routes=routes_of(s) if s.index % 3 else None,
+            candidates=candidates_of(s) if s.index % 2 else None,
         )
         for s in random_sequences(count)
     ]
@@ -79,9 +87,8 @@ def test_every_sequence_arrives_unchanged() -> None:
             assert sequence.turns == original.turns
             assert math.isnan(sequence.baseline_reward) == math.isnan(original.baseline_reward)
             assert math.isnan(original.baseline_reward) or sequence.baseline_reward == original.baseline_reward
-            if original.routes is None:
-                assert sequence.routes is None
-            else:
-                assert torch.equal(sequence.routes, original.routes)
+            for name in ("routes", "candidates"):
+                sent, came = getattr(original, name), getattr(sequence, name)
+                assert came is None if sent is None else torch.equal(came, sent)
             for one, other in zip(sequence.rollout_logprobs, original.rollout_logprobs, strict=True):
                 assert abs(one - other) < 1e-6  # they travel as float32

@@ -199,9 +199,12 @@ def test_every_step_of_a_run_has_a_mismatch_of_exactly_zero(tmp_path: Path) -> N
     config = _write_config(tmp_path, save_qwen3)
     assert run_ranks(2, main, [str(config), "refit.probe_prompts=2"]) == [0, 0]
     assert run_ranks(2, main, [str(config), "true_on_policy=false", "run.name=plain", "run.num_steps=1"]) == [0, 0]
-    rows = {name: small_run.rows(tmp_path / name) for name in ("exact", "plain")}
-    assert [row["mismatch/max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
-    assert [row["refit/probe_max_abs_nats"] for row in rows["exact"]] == [0.0, 0.0, 0.0]
+    among = ("rollout.top_k=5", "rollout.top_p=0.9", "refit.probe_prompts=2", "run.name=among")
+    assert run_ranks(2, main, [str(config), *among]) == [0, 0]
+    rows = {name: small_run.rows(tmp_path / name) for name in ("exact", "plain", "among")}
+    for name in ("exact", "among"):
+        assert [row["mismatch/max_abs_nats"] for row in rows[name]] == [0.0, 0.0, 0.0]
+        assert [row["refit/probe_max_abs_nats"] for row in rows[name]] == [0.0, 0.0, 0.0]
     assert all(0 < row["mismatch/max_abs_nats"] < 1e-4 for row in rows["plain"])
     assert len({row["update/grad_norm"] for row in rows["exact"]}) == 3  # weights did change
 

@@ -35,10 +35,11 @@ from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
+from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
 from spmdrl.rollout.tickets import SharedTickets
-from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, UserError
+from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.helpers import exact
 from tests.helpers.environments import fake_world
 from tests.helpers.exact import skip_where_inexact
@@ -47,6 +48,7 @@ from tests.helpers.models import save_llama, save_qwen3
 
 GROUP_SIZE = 3
 SAMPLING = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=30, stop_token_ids=frozenset())
+ROUTED = replace(SAMPLING, reports_routes=True)
 LONG = replace(SAMPLING, max_response_tokens=6000)
 PLAIN = CollectionRules(groups_per_step=8, max_groups=8)
 OVERSAMPLED = CollectionRules(groups_per_step=8, extra_groups=4, max_groups=12)
@@ -164,16 +166,23 @@ class Run:
         return results
 
     def steps_in_flight(
-        self, first: int, last: int, *, after_s: float = 0.0, after_tokens: int = 0
+        self,
+        first: int,
+        last: int,
+        *,
+        after_s: float = 0.0,
+        after_tokens: int = 0,
+        ask: Callable[[Collector], None] = lambda _: None,
     ) -> list[tuple[Samples, dict[str, float]]]:
         """Each step begins with engines one version older, and the newer weights are there after a
-        while, and for an engine not before it has sampled some tokens."""
+        while, and for an engine not before it has sampled some tokens; then `ask` is called."""
         results, meeting = [], threading.Barrier(len(self.engines), timeout=30)
 
         def flight(engine: Any, step: int, since: float) -> RefitInFlight | None:
             def take() -> None:
                 meeting.wait()
                 engine.version += 1
+                ask(self.collectors[self.engines.index(engine)])
 
             def is_announced() -> bool:
                 return (
@@ -717,6 +726,39 @@ def test_a_refit_in_flight_by_the_real_clock_is_repeated_by_its_schedule(open_ah
         start(rules, varied(), sampling=LONG, follows=free.schedules[1:]).step(1)
 
 
+def test_an_evaluation_is_sampled_beside_rollouts_by_one_version() -> None:
+    """It stops none of them: they are those of a run without it, and the next refit waits for it alone."""
+    delivered: list[tuple[int, list[Any]]] = []
+
+    def ask(collector: Collector) -> None:
+        engine = collector._place.engine
+        version = engine.version
+
+        def deliver(pending: Any) -> None:
+            assert engine.version == version
+            delivered.append((version, list(pending)))
+
+        prompts = FakePrompts().take(3 + collector._place.index, 2)  # rollouts have the same ones
+        groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in prompts]
+        collector._held_out.ask(groups, lambda episode: judge()(episode.rollout()), deliver)
+
+    def engines() -> list[Any]:
+        return [FakeEngine(max_running=30, length=varied_length) for _ in range(2)]
+
+    plain, run = (start(IN_FLIGHT, engines(), sampling=LONG) for _ in range(2))
+    expected, found = plain.steps_in_flight(1, 5, after_tokens=7), run.steps_in_flight(1, 5, after_tokens=7, ask=ask)
+    tokens_of = [[{p: r.token_ids for p, r in one.items()} for one in only_samples(x)] for x in (expected, found)]
+    assert tokens_of[0] == tokens_of[1]
+    assert sorted(version for version, _ in delivered) == [1, 1, 2, 2, 3, 3, 4, 4]
+    for version, pending in delivered:
+        assert len(pending) == 2 * GROUP_SIZE
+        for response in (response for rollout, _ in pending for response in rollout.responses):
+            assert response.spans == (Span(version, len(response.token_ids)),)
+    again = start(IN_FLIGHT, engines(), sampling=LONG, follows=run.schedules)
+    assert only_samples(again.steps_in_flight(1, 5, ask=ask)) == only_samples(found)
+    assert again.schedules == run.schedules
+
+
 def test_after_refits_in_flight_a_run_that_stopped_collects_what_it_would_have_collected() -> None:
     never_stopped = start(IN_FLIGHT, varied(), shared=False, sampling=LONG).steps_in_flight(1, 5)
     for stop in range(1, 5):
@@ -802,6 +844,10 @@ def test_what_was_saved_is_refused_when_the_settings_do_not_fit() -> None:
     (greedy,) = start(replace(PARTIAL, with_baseline=True), [FakeEngine()]).collectors
     with pytest.raises(UserError, match="without a greedy response, but advantage"):
         greedy.restore(saved, step=1)
+    for other, words in ((replace(SAMPLING, top_k=8), "top_k was None and is 8"), (ROUTED, "without the experts that")):
+        (changed_now,) = start(PARTIAL, [FakeEngine()], sampling=other).collectors
+        with pytest.raises(UserError, match=words):
+            changed_now.restore(saved, step=1)
     without = start(OVERSAMPLED, [FakeEngine()])
     without.collectors[0].restore(saved, step=1)
     assert "unfinished prompt groups of step 1 are dropped" in without.messages[0]

@@ -557,6 +557,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "the_engine_is_compared_with_once": ("loss.kind=dppo_tv", "correction.kind=tis"),
     "importance_ratio_needs_an_unbiased_divergence": ("loss.kl_importance_ratio=true",),
     "routes_of_the_first_pass_need_several_updates": ("correction.router_replay=R2",),
+    "teachers_know_no_candidates": (*DISTILL, "rollout.top_k=8"),
+    "top_p_needs_top_k": ("rollout.top_p=0.9",),
     "kl_counts_once": ("loss.kl_coef=0.1", "reward.kl_coef=0.1"),
     "sequence_losses_need_sequence_advantages": ("loss.kind=gspo", "advantage.estimator=gae"),
     "sequence_losses_need_sequence_weights": ("loss.kind=gspo", "correction.kind=tis"),

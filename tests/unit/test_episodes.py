@@ -236,6 +236,46 @@ def test_every_limit_is_an_end_of_its_own(end: str, world: EnvContext, engine: F
     assert client_of(world).num_open == 0
 
 
+def test_an_episode_has_its_time_over_all_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a refit, after it, and after a stop of the run; the pauses between them do not count."""
+    now = 0.0
+    monkeypatch.setattr("spmdrl.rollout.episode.time", SimpleNamespace(monotonic=lambda: now))
+    world = world_of(never_done, cfg=cfg_with(episode_timeout_s=10.0))
+
+    def episode() -> Episode:
+        return Episode(prompt=PROMPTS[0], sample_index=0, seed=5, sampling=SAMPLING, env_context=world)
+
+    def said(reason: FinishReason) -> Response:
+        return Response(token_ids=(5,), logprobs=(-1.0,), finish_reason=reason, spans=(Span(0, 1),))
+
+    def answered(one: Episode) -> None:
+        assert one.env_future is not None
+        one.env_future.result(timeout=10)
+        one.take_answer()
+
+    first = episode()
+    first.begin()
+    answered(first)
+    now += 4.0
+    first.add(said("abort"))
+    now += 100.0
+    first.begin()
+    now += 2.0
+    first.add(said("abort"))
+    later = episode()
+    later.restore(first.saved())
+    now += 100.0
+    later.begin()
+    now += 3.0
+    later.add(said("stop"))
+    answered(later)
+    assert not later.is_finished and later.spent_s == 9.0
+    now += 2.0
+    later.add(said("stop"))
+    answered(later)
+    assert later.is_finished and later.end == "episode_timeout"
+
+
 def test_a_greeting_follows_the_prompt() -> None:
     world = world_of(greeting=Observation(messages=({"role": "user", "content": "9"},)))
     for rollout in rollouts_of(stopping(), world).values():

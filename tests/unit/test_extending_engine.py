@@ -66,6 +66,8 @@ def test_an_engine_of_the_users_is_checked_like_the_others(folder: Path) -> None
     assert 'placement = "disaggregated" does not work with' in refused
     (refused,) = problems(config(folder, engine, "correction.router_replay=R3"))
     assert f'rollout.engine = "{engine}" reports no routes; set it to "R2"' in refused
+    (refused,) = problems(config(folder, engine, "rollout.top_k=8"))
+    assert f'left, and rollout.engine = "{engine}" does not report them; set rollout.engine = "torch"' in refused
     in_flight = ("rollout.partial=true", "rollout.refit_in_flight=true")
     refused = problems(config(folder, engine, "rollout.placement=disaggregated", "rollout.num_ranks=1", *in_flight))
     assert any("does not say that it can go on with them after a refit" in sentence for sentence in refused)

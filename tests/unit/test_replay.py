@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spmdrl.replay.recorder import Fingerprint, StepFingerprint, difference
 from spmdrl.rewards.client import Rewarded
 from spmdrl.rollout.files import folder_of, read_part, read_parts, recorded_steps, write_part
-from spmdrl.types import Prompt, Response, RewardOutcome, Routes, Span, UserError
+from spmdrl.types import Candidates, Prompt, Response, RewardOutcome, Routes, Span, UserError
 from tests.helpers.rollouts import RECORDING, one_turn
 
 TOKENS = st.lists(st.integers(0, 2**17), max_size=5).map(tuple)
@@ -43,6 +43,7 @@ def outcomes(draw: st.DrawFn) -> Rewarded:
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         spans=tuple(draw(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=2))),
         routes=draw(st.none() | ROUTES),
+        candidates=draw(st.none() | st.just(Candidates.of(torch.arange(3 * len(token_ids)).view(-1, 3)))),
     )
     rollout = one_turn(
         prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,78 @@ def test_loads_of_experts_add_up_over_micro_batches(tmp_path: Path) -> None:
     assert Balance(False, 2, (3.0, 3.0)).value() == 1.0 and Balance(False, 2, (6.0, 0.0)).value() == 0.0
 
 
+def slow_imbalance(policy: Policy, micro_batch: MicroBatch) -> Tensor:
+    """Sequence by sequence, token by token and layer by layer, from what reaches the routers and their weights."""
+    seen: list[tuple[torch.nn.Module, Tensor]] = []
+    gates = [module for name, module in policy.model.named_modules() if name.endswith((".gate", ".router"))]
+    hooks = [gate.register_forward_pre_hook(lambda gate, args: seen.append((gate, args[0]))) for gate in gates]
+    policy(micro_batch)
+    for hook in hooks:
+        hook.remove()
+    assert policy.routers is not None
+    taken, num_experts = policy.routers.taken, policy.routers.num_experts
+    found = torch.zeros(len(micro_batch.token_ids))
+    for start, end in itertools.pairwise(micro_batch.cu_seqlens.tolist()):
+        rows = [t - 1 for t in range(start + 1, end) if micro_batch.loss_mask[t]]
+        for layer, (gate, hidden) in enumerate(seen):
+            weight = gate.get_parameter("layer.weight" if hasattr(gate, "layer") else "weight")
+            bias = gate._parameters.get("bias")
+            logits = torch.nn.functional.linear(hidden.flatten(0, -2), weight, bias)
+            sigmoid = logits.sigmoid()
+            by_sigmoid = policy.model.config.model_type in ("deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2")
+            shares = sigmoid / sigmoid.sum(-1, keepdim=True) if by_sigmoid else logits.softmax(-1)
+            loads = taken[rows, layer].flatten().long().bincount(minlength=num_experts)
+            for row in rows:
+                of_token = (num_experts * loads / loads.sum() * shares[row]).sum()
+                found[row + 1] += of_token.detach() / len(seen)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", *FAMILIES])
+def test_the_imbalance_of_experts_is_the_slow_twins(tmp_path: Path, family: str) -> None:
+    """Sequences beside each other have what they have alone."""
+    others = {"qwen3_moe": save_qwen3_moe, "gpt_oss": save_gpt_oss}
+    path = others[family](tmp_path) if family in others else save_other(family, tmp_path)
+    policy, sequences = policy_from(path), random_sequences(4)
+    assert policy.routers is not None
+    policy.routers.watch_scores()
+    whole = lay_end_to_end(sequences, {}, multiple=7)
+    found = policy(whole).expert_imbalance
+    assert found is not None and found.max() > 1.0
+    torch.testing.assert_close(found, slow_imbalance(policy, whole), rtol=1e-4, atol=1e-5)
+    alone = [policy(lay_end_to_end([one], {})).expert_imbalance for one in sequences]
+    torch.testing.assert_close(found[: -whole.seqlens[-1]], torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_evens_the_loads_of_experts(tmp_path: Path) -> None:
+    """Its gradient reaches the routers, through layers that are computed again too."""
+    path, sequences = save_qwen3_moe(tmp_path), random_sequences(6)
+    micro_batch = lay_end_to_end(sequences, {sequence.index: 1.0 for sequence in sequences})
+    micro_batch = replace(micro_batch, advantages=torch.zeros(len(micro_batch.token_ids)))
+    loss = PolicyObjective(loss_config(expert_balance_coef=0.5))
+    ends: list[list[Tensor]] = []
+    for level in ("none", "full"):
+        policy = policy_from(path, checkpointing=level)
+        assert policy.routers is not None
+        policy.routers.watch_scores()
+        gates = [weight for name, weight in policy.model.named_parameters() if "gate.weight" in name]
+        with torch.no_grad():
+            gates[0][0] *= 4.0
+        evenness = []
+        for _ in range(30):
+            outputs = policy(micro_batch)
+            objective = loss(outputs, micro_batch)
+            torch.testing.assert_close(objective.loss_sum, 0.5 * outputs.expert_imbalance[micro_batch.loss_mask].sum())
+            evenness.append(float(entropies(outputs.expert_loads).mean()))
+            gradients = torch.autograd.grad(objective.loss_sum, gates)
+            with torch.no_grad():
+                for gate, gradient in zip(gates, gradients, strict=True):
+                    gate -= 0.02 * gradient / gradient.norm()
+        assert evenness[-1] > evenness[0] + 0.005
+        ends.append(gates)
+    assert all(torch.equal(plain, again) for plain, again in zip(*ends, strict=True))
+
+
 def entropies(loads: Tensor) -> Tensor:
     return torch.distributions.Categorical(loads).entropy() / math.log(loads.shape[1])
 
@@ -320,3 +393,29 @@ def test_the_mismatch_is_reported_by_depth_of_context() -> None:
     for (values, where), start, end in zip(elsewhere.values(), (0, 1024, 8192), (1024, 8192, 2**40), strict=True):
         inside = trained & (places >= start) & (places < end)
         assert torch.equal(where, inside) and torch.equal(values[where], apart[inside])
+
+
+def test_the_mismatch_of_what_newer_weights_sampled_is_reported() -> None:
+    """Of a response that went on over two refits, the tokens of its newest weights."""
+    prompt = Prompt(prompt_id=7, token_ids=(2, 3), text="", answer=None, task="", metadata={})
+    spans = (Span(0, 2), Span(1, 1), Span(2, 3))
+    begun = Response(token_ids=(4, 5, 6, 7, 8, 9), logprobs=(-1.0,) * 6, finish_reason="stop", spans=spans)
+    whole = replace(begun, spans=(Span(1, 6),))
+    rewarded = [
+        RewardedRollout(index=index, rollout=one_turn(prompt, response), outcome=RewardOutcome(reward=1.0, parts={}))
+        for index, response in enumerate((whole, begun))
+    ]
+    sequences = to_sequences(rewarded, ALONE)
+    assert lay_end_to_end(sequences[:1], {}).after_refit is None
+    micro_batch = lay_end_to_end(sequences, {})
+    apart = torch.arange(16.0) / 8
+    micro_batch = replace(
+        micro_batch,
+        old_logprobs=micro_batch.rollout_logprobs - apart,
+        advantages=micro_batch.rewards.float(),
+    )
+    logprobs = micro_batch.rollout_logprobs
+    objective = PolicyObjective(loss_config())(TokenLogprobs(logprobs, -logprobs), micro_batch)
+    values, where = objective.elsewhere["mismatch/mean_abs_nats_after_refit"]
+    assert torch.nonzero(where).flatten().tolist() == [13, 14, 15]
+    torch.testing.assert_close(values[where], apart[where])

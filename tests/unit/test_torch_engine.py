@@ -500,7 +500,7 @@ def frequencies(
         for seed in range(count)
     ]
     sampling = RowSampling.of(asked, [0] * count, torch.device("cpu"))
-    tokens, _ = sample_tokens(torch.tensor(logits).expand(count, -1), sampling, 0)
+    tokens, _, _ = sample_tokens(torch.tensor(logits).expand(count, -1), sampling, 0)
     return torch.bincount(tokens, minlength=len(logits)) / count
 
 

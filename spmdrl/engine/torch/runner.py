@@ -36,7 +36,8 @@ from spmdrl.model.policy import packed_positions, position_shift
 from spmdrl.model.routes import Routers
 from spmdrl.model.trunk import Trunk
 
-Sampled = tuple[list[int], list[float]]  # a token for each row, and its log-probability in nats
+# A token for each row, its log-probability in nats, and its candidates, [K] on the host, where any row has a top-k.
+Sampled = tuple[list[int], list[float], Sequence[Tensor | None]]
 
 
 class ModelRunner:
@@ -86,9 +87,9 @@ class ModelRunner:
         self._reserve(running, num_rows=len(running) + num_waiting)
         compute = self._prefill if admitted[0].cached is None else self._extend
         logits = compute(admitted, first_row=first_row)
-        tokens, logprobs = self._sample_tokens(logits, self._sampling_of(admitted), 0)
+        tokens, logprobs, candidates = self._sample_tokens(logits, self._sampling_of(admitted), 0)
         self._newest = torch.cat([self._newest, tokens]) if first_row else tokens
-        return tokens.tolist(), logprobs.tolist()
+        return _on_host(tokens, logprobs, candidates)
 
     def begin_decoding(self, running: Sequence[RequestState]) -> None:
         """Take the sampling settings of all rows after a prefill, with noise for their next tokens."""
@@ -101,9 +102,9 @@ class ModelRunner:
         self.adapters.choose((state.version, 1) for state in running)
         logits = self._decode()
         self._record([[state] for state in running], [1] * len(running))
-        self._newest, logprobs = self._sample_tokens(logits, self._sampling, self.num_decodes)
+        self._newest, logprobs, candidates = self._sample_tokens(logits, self._sampling, self.num_decodes)
         self.num_decodes += 1
-        return self._newest.tolist(), logprobs.tolist()
+        return _on_host(self._newest, logprobs, candidates)
 
     def compact(self, rows: list[int]) -> None:
         """Make row i what row rows[i] was; forget the others."""
@@ -210,6 +211,11 @@ class ModelRunner:
     def _sampling_of(self, states: Sequence[RequestState]) -> RowSampling:
         places = [state.num_sampled for state in states]
         return RowSampling.of([state.request for state in states], places, self._model.device)
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor, candidates: Tensor | None) -> Sampled:
+    rows = [None] * len(tokens) if candidates is None else candidates.int().cpu().unbind()
+    return tokens.tolist(), logprobs.tolist(), rows
 
 
 def _decoding_of(kernel: Kernel) -> tuple[AttendToCache, SampleTokens]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.seeds import uniform
-from spmdrl.model.logprobs import Head, logprobs_of_logits
+from spmdrl.model.logprobs import Head, logprobs_of_logits, over_candidates
 from spmdrl.types import Request
 
-SampleTokens = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor]]  # as `sample_tokens`
+SampleTokens = Callable[[Tensor, "RowSampling", int], tuple[Tensor, Tensor, Tensor | None]]  # as `sample_tokens`
 
 NOISE_PLACES = 64  # places of noise that are made at once: one number at a time would cost as much
 
@@ -25,8 +25,10 @@ class RowSampling:
     seeds: Tensor  # [n] int64
     temperature: Tensor  # [n] float32, 0 is greedy
     top_p: Tensor  # [n] float32
+    top_k: Tensor  # [n] int64, 0 without one
     any_greedy: bool
-    any_top_p: bool
+    any_top_p: bool  # without a top_k
+    max_top_k: int
     noise: Tensor  # [n, NOISE_PLACES] float32 in [0, 1): uniform(seed, place)
 
     @classmethod
@@ -38,7 +40,9 @@ class RowSampling:
             temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32, device=device),
             top_p=torch.tensor([r.top_p for r in requests], dtype=torch.float32, device=device),
             any_greedy=any(r.temperature == 0 for r in requests),
-            any_top_p=any(r.top_p < 1 for r in requests),
+            top_k=torch.tensor([r.top_k or 0 for r in requests], dtype=torch.int64, device=device),
+            any_top_p=any(r.top_p < 1 and r.top_k is None for r in requests),
+            max_top_k=max((r.top_k or 0 for r in requests), default=0),
             noise=_noise(seeds, places),
         )
 
@@ -49,6 +53,7 @@ class RowSampling:
             seeds=self.seeds[rows],
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
             noise=self.noise[rows],
         )
 
@@ -63,15 +68,40 @@ def _noise(seeds: Tensor, places: Sequence[int]) -> Tensor:
     return uniform(seeds[:, None].expand_as(grid).flatten(), grid.flatten()).view_as(grid)
 
 
-def sample_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
-    """Return (token_ids [n] int64, logprobs [n] float32) for logits [n, V], with the noise `ahead` places on.
+def sample_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (token_ids [n] int64, logprobs [n] float32, candidates [n, K]) for logits [n, V], with the noise `ahead`
+    places on.
 
     Sampling inverts the cumulative distribution at one uniform number per row. Log-probabilities are those of the
-    temperature-scaled distribution before top-p, and of the unscaled one for greedy rows.
+    temperature-scaled distribution: over the candidates of a row with top-k, else before top-p, and of the unscaled one
+    for greedy rows. Candidates are -1 where there are fewer, None without any top-k.
     """
     log_p = _scaled(logits, sampling).log_softmax(-1)
-    p = log_p.exp()
-    cumulative = _cumulative(_nucleus(p, sampling.top_p) if sampling.any_top_p else p)
+    tokens, candidates = _drawn(logits, log_p, sampling, ahead)
+    logprobs = log_p.gather(-1, tokens[:, None])[:, 0]
+    if candidates is not None:
+        logprobs, _ = over_candidates(logprobs, logprobs, candidates, log_p.gather(-1, candidates.clamp_min(0)))
+    return tokens, logprobs, candidates
+
+
+def sample_with_head_logprobs(
+    head: Head, logits: Tensor, sampling: RowSampling, ahead: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sample as `sample_tokens` does; the log-probabilities have the bits that a policy with this head computes."""
+    scaled = _scaled(logits, sampling)
+    tokens, candidates = _drawn(logits, scaled.log_softmax(-1), sampling, ahead)
+    logprobs, of_others = logprobs_of_logits(scaled, tokens, head, candidates)
+    if candidates is not None and of_others is not None:
+        logprobs, _ = over_candidates(logprobs, logprobs, candidates, of_others)
+    return tokens, logprobs, candidates
+
+
+def _drawn(logits: Tensor, log_p: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor | None]:
+    """Return the sampled tokens [n] and their rows' candidates."""
+    p, candidates = log_p.exp(), None
+    if sampling.any_top_p or sampling.max_top_k:
+        p, candidates = _nucleus(p, sampling)
+    cumulative = _cumulative(p)
     total = cumulative[:, -1:]
     # Strictly below the total even where the product rounds up to it.
     threshold = torch.minimum(sampling.noise[:, ahead, None] * total, torch.nextafter(total, -total))
@@ -79,25 +109,31 @@ def sample_tokens(logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Te
     tokens = (cumulative <= threshold).sum(-1)
     if sampling.any_greedy:
         tokens = torch.where(sampling.temperature == 0, logits.argmax(-1), tokens)
-    return tokens, log_p.gather(-1, tokens[:, None])[:, 0]
-
-
-def sample_with_head_logprobs(head: Head, logits: Tensor, sampling: RowSampling, ahead: int) -> tuple[Tensor, Tensor]:
-    """Sample as `sample_tokens` does; the log-probabilities have the bits that a policy with this head computes."""
-    tokens, _ = sample_tokens(logits, sampling, ahead)
-    return tokens, logprobs_of_logits(_scaled(logits, sampling), tokens, head)
+    return tokens, candidates
 
 
 def _scaled(logits: Tensor, sampling: RowSampling) -> Tensor:
     return logits.float() / torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
 
 
-def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:
-    """p with everything outside the smallest set of total probability top_p set to 0."""
-    ordered, order = p.sort(-1, descending=True)
-    before = _cumulative(ordered) - ordered
-    nucleus = torch.where(before < top_p[:, None], ordered, 0.0)
-    return torch.zeros_like(p).scatter(-1, order, nucleus)
+def _nucleus(p: Tensor, sampling: RowSampling) -> tuple[Tensor, Tensor | None]:
+    """Set p [n, V] to 0 outside the smallest set of probability top_p, of a row with top-k out of its first ones.
+
+    Returns it with the sets of these rows, [n, K] int64, -1 where they have fewer; None without such rows.
+    """
+    width = p.shape[-1] if sampling.any_top_p else min(sampling.max_top_k, p.shape[-1])
+    ordered, order = p.sort(-1, descending=True) if sampling.any_top_p else p.topk(width)
+    has_top_k = (sampling.top_k > 0)[:, None]
+    beyond = has_top_k & (torch.arange(width, device=p.device) >= sampling.top_k[:, None])
+    ordered = torch.where(beyond, 0.0, ordered)
+    cumulative = _cumulative(ordered)
+    share = sampling.top_p[:, None] * torch.where(has_top_k, cumulative[:, -1:], 1.0)
+    stays = (cumulative - ordered < share) & ~beyond
+    left = torch.zeros_like(p).scatter(-1, order, torch.where(stays, ordered, 0.0))
+    left = torch.where(has_top_k | (sampling.top_p < 1)[:, None], left, p)
+    if not sampling.max_top_k:
+        return left, None
+    return left, torch.where(stays & has_top_k, order, -1)[:, : sampling.max_top_k]
 
 
 def _cumulative(p: Tensor) -> Tensor:

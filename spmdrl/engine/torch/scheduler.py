@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.engine.protocol import RequestQueue
 from spmdrl.engine.torch.cache import RowContents
 from spmdrl.memory.images import PREFILL_TOKENS
-from spmdrl.types import FinishReason, ImageSpan, Request, Response, Routes, Span
+from spmdrl.types import Candidates, FinishReason, ImageSpan, Request, Response, Routes, Span
 
 ASK_AGAIN_TOKENS = 16  # of each row, after which a caller that had nothing to start is asked again
 PREFILL_AFTER_TOKENS = 4  # of each row, so that requests that come one by one are prefilled together
@@ -70,6 +70,7 @@ class RequestState:
     num_cached: int = 0  # tokens of its prefix that another request's row has read, or reads in the same prefill
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    candidates: list[Tensor] = field(default_factory=list)  # of each token, where the request has a top_k: [K]
     routes: list[Tensor] = field(default_factory=list)  # of the tokens that its row has read, in order: [n, L, k] each
     finish_reason: FinishReason | None = None
     limit: int = field(init=False)  # tokens that may be sampled here
@@ -97,10 +98,13 @@ class RequestState:
         token_ids = self.prefix.token_ids
         return token_ids if self.cached is None else token_ids[len(self.cached.prefix.token_ids) :]
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float, candidates: Tensor | None = None) -> None:
         """Add a sampled token, which may finish the request."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        if (top_k := self.request.top_k) is not None:
+            assert candidates is not None
+            self.candidates.append(candidates[:top_k])
         if token in self.request.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.limit:
@@ -114,6 +118,7 @@ class RequestState:
             finish_reason=self.finish_reason or "abort",
             spans=(Span(self.version, len(self.token_ids)),) if self.token_ids else (),
             routes=self._reported_routes(),
+            candidates=Candidates.of(torch.stack(self.candidates)) if self.candidates else None,
             num_cached=self.num_cached,
         )
 
@@ -150,10 +155,16 @@ class Scheduler:
         self.running += admitted
         return admitted
 
-    def postprocess(self, states: Sequence[RequestState], tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+    def postprocess(
+        self,
+        states: Sequence[RequestState],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        candidates: Sequence[Tensor | None],
+    ) -> bool:
         """Append the token that was sampled for each of these requests; return True when one has finished."""
-        for state, token, logprob in zip(states, tokens, logprobs, strict=True):
-            state.append(token, logprob)
+        for state, token, logprob, of_token in zip(states, tokens, logprobs, candidates, strict=True):
+            state.append(token, logprob, of_token)
         return any(state.finish_reason is not None for state in states)
 
     def remove_finished(self) -> tuple[list[RequestState], list[int]]:

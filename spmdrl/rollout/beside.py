@@ -1,0 +1,64 @@
+"""Answers to held-out prompts that an engine samples beside the rollouts of a step: an evaluation stops none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spmdrl.rewards.client import Pending
+from spmdrl.rollout.episode import Episode
+from spmdrl.rollout.group import PromptGroup
+
+
+class HeldOutAnswers:
+    """The evaluation of one version: an engine pauses for no refit, and ends no step, before it is sampled."""
+
+    def __init__(self) -> None:
+        self._groups: list[PromptGroup] = []
+        self._unfinished: set[int] = set()  # ids of episodes
+        self._pending: list[Pending] = []
+        self._submit: Callable[[Episode], Pending] | None = None
+        self._deliver: Callable[[Sequence[Pending]], None] | None = None
+
+    def ask(
+        self,
+        groups: Sequence[PromptGroup],
+        submit: Callable[[Episode], Pending],
+        deliver: Callable[[Sequence[Pending]], None],
+    ) -> None:
+        """Have these groups sampled with the next rollouts; `submit` starts to compute the reward of a finished
+        episode, and `deliver` is called once, with all of them, when their rewards are there."""
+        assert self._deliver is None, "an evaluation begins before the one before is delivered"
+        self._groups, self._pending, self._submit, self._deliver = [*groups], [], submit, deliver
+        self._unfinished = {id(episode) for episode in self.episodes}
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All of its episodes."""
+        return [episode for group in self._groups for episode in group.episodes]
+
+    @property
+    def is_sampling(self) -> bool:
+        """True until its last episode is finished. Any thread may ask."""
+        return bool(self._unfinished)
+
+    def __contains__(self, episode: Episode) -> bool:
+        """Return True for an episode of this evaluation that is not added yet."""
+        return id(episode) in self._unfinished
+
+    def add(self, episode: Episode) -> None:
+        """Add a finished episode."""
+        assert self._submit is not None
+        self._pending.append(self._submit(episode))
+        self._unfinished.remove(id(episode))
+        self.deliver()
+
+    def deliver(self, *, waits: bool = False) -> None:
+        """Deliver the evaluation if all of its rewards are there, or wait for them; do nothing where there is none."""
+        if self._deliver is None or self._unfinished:
+            return
+        if not waits and not all(future.done() for _, future in self._pending):
+            return
+        for group in self._groups:
+            group.close()
+        deliver, self._deliver, self._groups = self._deliver, None, []
+        deliver(self._pending)
