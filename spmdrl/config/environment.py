@@ -204,8 +204,8 @@ class EnvironmentConfig(Section):
     """Time limit of a reset or a step; past it the episode ends with `step_timeout` and the process is killed. Other
     episodes in that process are played again from their actions."""
     episode_timeout_s: Annotated[float, Field(gt=0.0, le=1e8)] = 600.0
-    """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin. Of one
-    that goes on after refits, in later steps and after a stop of the run, the parts add up, and pauses do not count."""
+    """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin. The
+    parts of one that is resumed after a refit, a step or a stop of the run add up, and pauses do not count."""
     num_workers: Count = 1
     """Environment processes of each rank; each holds many episodes at once."""
     max_observation_characters: Count = 20_000

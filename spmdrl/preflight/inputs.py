@@ -512,7 +512,7 @@ def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterat
         return
     replay, rate = cfg.correction.router_replay, cfg.optim.expert_bias_rate
     coef = max(one.loss.expert_balance_coef for one in cfg.algorithms)
-    if replay == "none" and rate is None and not coef:
+    if (replay, rate, coef) == ("none", None, 0):
         return
     model, kind = model_without_memory(policy.config, policy.cfg), policy.config.model_type
     if rate is not None and (refusal := balance_refusal(model)):
@@ -520,8 +520,7 @@ def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterat
             f"optim.expert_bias_rate = {rate:g} moves the biases by which experts are chosen, but {kind} {refusal}; "
             "remove it"
         )
-    refusal = routes_refusal(model)
-    if refusal and replay != "none":
+    if (refusal := routes_refusal(model)) and replay != "none":
         yield f'correction.router_replay = "{replay}", but {kind} {refusal}; set it to "none"'
     if refusal and coef:
         yield f"loss.expert_balance_coef = {coef:g} balances the experts of a mixture, but {kind} {refusal}; remove it"
