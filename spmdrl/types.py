@@ -11,9 +11,9 @@ import base64
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -112,18 +112,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    """The experts that n neighbouring tokens went to, k of them in each of L layers that have experts."""
+class TokenRecord:
+    """What an engine reports of n neighbouring tokens."""
 
     start: int  # the first of these tokens, counted from the first of the prompt
-    shape: tuple[int, int, int]  # n, L, k
-    experts: str  # [n, L, k] int16 in base64: text, because checkpoints are JSON
+    shape: tuple[int, ...]  # n first
+    content: str  # in base64: text, because checkpoints are JSON
+    dtype: ClassVar[torch.dtype]
 
     @classmethod
-    def of(cls, start: int, experts: Tensor) -> Routes:
-        """Take the experts [n, L, k] of the tokens from `start` on."""
-        num_tokens, num_layers, num_chosen = experts.shape
-        return cls(start, (num_tokens, num_layers, num_chosen), _as_text(experts.to(torch.int16)))
+    def of(cls, start: int, content: Tensor) -> Self:
+        """Take the record of the tokens from `start` on."""
+        data = content.to(cls.dtype).contiguous().numpy().tobytes()
+        return cls(start, tuple(content.shape), base64.b64encode(data).decode())
 
     @property
     def end(self) -> int:
@@ -132,46 +133,29 @@ class Routes:
 
     @property
     def tensor(self) -> Tensor:
-        """The experts, [n, L, k] int16."""
-        return _from_text(self.experts, self.shape, torch.int16)
+        """The record as a tensor of its shape."""
+        data = bytearray(base64.b64decode(self.content))
+        flat = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        return flat.view(self.shape)
 
-    def continued(self, rest: Routes | None) -> Routes:
-        """These, and those of the tokens that follow."""
+    def continued(self, rest: Self | None) -> Self:
+        """This record, and that of the tokens that follow."""
         if rest is None:
             return self
-        assert rest.start == self.end, f"routes of tokens up to {self.end} go on with token {rest.start}"
-        return Routes.of(self.start, torch.cat([self.tensor, rest.tensor]))
+        assert rest.start == self.end, f"records of tokens up to {self.end} go on with token {rest.start}"
+        return self.of(self.start, torch.cat([self.tensor, rest.tensor]))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The tokens that top-k and top-p left for each of n response tokens, itself among them: at most K."""
+class Routes(TokenRecord):
+    """The experts that tokens went to, k of them in each of L layers that have experts: [n, L, k] int16."""
 
-    shape: tuple[int, int]  # n, K
-    token_ids: str  # [n, K] int32 in base64, -1 where there were fewer
-
-    @classmethod
-    def of(cls, token_ids: Tensor) -> Candidates:
-        """Take the tokens [n, K]."""
-        return cls((len(token_ids), token_ids.shape[1]), _as_text(token_ids.to(torch.int32)))
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tokens, [n, K] int32."""
-        return _from_text(self.token_ids, self.shape, torch.int32)
-
-    def continued(self, rest: Candidates | None) -> Candidates:
-        """These, and those of the tokens that follow."""
-        return self if rest is None else Candidates.of(torch.cat([self.tensor, rest.tensor]))
+    dtype = torch.int16
 
 
-def _as_text(tensor: Tensor) -> str:
-    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
+class Candidates(TokenRecord):
+    """The tokens that top-k and top-p left for each sampled token, itself among them: [n, K] int32, -1 for fewer."""
 
-
-def _from_text(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    data = bytearray(base64.b64decode(text))
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    dtype = torch.int32
 
 
 class Span(NamedTuple):
@@ -186,14 +170,12 @@ class Response:
     """The tokens that the engine sampled for one request."""
 
     token_ids: tuple[int, ...]  # includes the stop token when finish_reason is "stop"
-    # nats, of the temperature-scaled distribution: over its candidates where it has them, else before top-p; greedy:
-    # unscaled
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]  # nats, at the temperature: among its candidates, else before top-p; greedy: unscaled
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # in order; their lengths add up to the response's
     routes: Routes | None = None  # where the request asked for them
     candidates: Candidates | None = None  # where the request has a top_k
-    # Tokens before it that the engine had read for other requests; it depends on what else was asked, and is not saved.
+    # Tokens before it that the engine had read for other requests: they depend on those, and are not saved.
     num_cached: int = dataclasses.field(default=0, compare=False)
 
     @property
@@ -273,28 +255,22 @@ class Trajectory:
 
     @property
     def routes(self) -> Tensor | None:
-        """The routes of its tokens, [n, L, k] int16, -1 where there is no record; None where there is none at all.
-
-        Where two requests report a token's, those count with which the tokens after it were sampled first.
-        """
-        reported = [turn.response.routes for turn in self.turns if turn.response.routes is not None]
-        if not reported:
-            return None
-        found = torch.full((len(self.token_ids), *reported[0].shape[1:]), -1, dtype=torch.int16)
-        for routes in reversed(reported):
-            found[routes.start : routes.end] = routes.tensor
-        return found
+        """The routes of its tokens, [n, L, k] int16, -1 where there is no record; None where there is none at all."""
+        return self._recorded([turn.response.routes for turn in self.turns])
 
     @property
     def candidates(self) -> Tensor | None:
-        """The candidates of its tokens, [n, K] int32, -1 where there is none; None where no response has any."""
-        reported = [turn.response.candidates for turn in self.turns if turn.response.candidates is not None]
+        """The candidates of its tokens, [n, K] int32, likewise."""
+        return self._recorded([turn.response.candidates for turn in self.turns])
+
+    def _recorded(self, of_turns: Iterable[TokenRecord | None]) -> Tensor | None:
+        """Where two requests report a token, that counts with which the tokens after it were sampled first."""
+        reported = [record for record in of_turns if record is not None]
         if not reported:
             return None
-        found = torch.full((len(self.token_ids), reported[0].shape[1]), -1, dtype=torch.int32)
-        for turn, end in zip(self.turns, self.starts[1:], strict=True):
-            if (candidates := turn.response.candidates) is not None:
-                found[end - candidates.shape[0] : end] = candidates.tensor
+        found = torch.full((len(self.token_ids), *reported[0].shape[1:]), -1, dtype=reported[0].dtype)
+        for record in reversed(reported):
+            found[record.start : record.end] = record.tensor
         return found
 
 
@@ -507,8 +483,7 @@ class MicroBatch:
     # [T] float32, how much a token's divergence from its teacher counts, in the global loss or in its advantage; 0 for
     # a token that is not distilled. None where there is no teacher.
     distill_weights: Tensor | None = None
-    # [T] bool, the tokens that newer weights sampled than the beginning of their response; None where there are none.
-    after_refit: Tensor | None = None
+    after_refit: Tensor | None = None  # [T] bool, sampled by newer weights than their response's beginning; None: none
     sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
     sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
@@ -519,8 +494,7 @@ class MicroBatch:
     hints: tuple[Hint, ...] = ()  # [S]
     # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
     routes: Tensor | None = None
-    # [T, K] int32, on the host: the tokens that a token's distribution is over, -1 where there are fewer; all of the
-    # vocabulary where a token has none. None everywhere.
+    # [T, K] int32, on the host: what a token's distribution is over, or -1; the whole vocabulary where it has none.
     candidates: Tensor | None = None
     tree: PrefixTree | None = None  # where sequences that begin alike are computed once; None: all T tokens are
 

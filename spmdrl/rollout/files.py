@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,13 +32,25 @@ from spmdrl.rewards.client import Rewarded, known_reward
 from spmdrl.rollout.codec import ACTIONS, IMAGES, OBSERVATIONS, PROMPTS
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.sampler import Sampler
-from spmdrl.types import Candidates, Response, RewardOutcome, Rollout, Routes, Span, Trajectory, Turn, UserError
+from spmdrl.types import (
+    Candidates,
+    Response,
+    RewardOutcome,
+    Rollout,
+    Routes,
+    Span,
+    TokenRecord,
+    Trajectory,
+    Turn,
+    UserError,
+)
 
 _PREFIX = "step-"
 _WRITER = "debug.save_rollouts"
 _WORDS_OF_PROMPTS = {"text", "answer", "task", "messages", "images"}
 _FORM = "4"  # of the files; 1 had one response for each rollout, 2 no images, 3 no routes
-_NO_ROUTES = (0, 0, 0, 0)
+_NO_ROUTES, _NO_CANDIDATES = (0, 0, 0, 0), (0, 0, 0)
+RecordT = TypeVar("RecordT", bound=TokenRecord)
 _NOT_REWRITTEN = (False, True, 0)  # a turn: no summary, trained, and no tokens that it has replaced
 
 
@@ -186,8 +198,6 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     responses = [turn.response for turn in turns]
     spans = [span for response in responses for span in response.spans]
-    all_routes = [response.routes for response in responses]
-    reported = [routes for routes in all_routes if routes is not None]
     rewritten = [(turn.is_summary, turn.is_trained, turn.replaced_tokens) for turn in turns]
 
     def whole(numbers: Iterable[int]) -> Tensor:
@@ -216,15 +226,8 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
         "logprobs": real(logprob for response in responses for logprob in response.logprobs),  # nats
         "num_spans": whole(len(response.spans) for response in responses),  # [K]
         "spans": whole(number for span in spans for number in (span.version, span.num_tokens)).view(-1, 2),
-        "routes": torch.cat([torch.empty(0).short(), *(routes.tensor.flatten() for routes in reported)]),
-        # [K, 4]: the first token, and n, L and k
-        "routes_of": whole(
-            number
-            for routes in all_routes
-            for number in (_NO_ROUTES if routes is None else (routes.start, *routes.shape))
-        ).view(-1, 4),
-        # Where responses have candidates: those of all, and how many a token has, [K]
-        **_candidate_columns([response.candidates for response in responses]),
+        **_record_columns("routes", [response.routes for response in responses], _NO_ROUTES),
+        **_record_columns("candidates", [response.candidates for response in responses], _NO_CANDIDATES),
         # [K, 3], where a conversation has been rewritten
         **({"rewritten": whole(itertools.chain(*rewritten)).view(-1, 3)} if {*rewritten} - {_NOT_REWRITTEN} else {}),
         "texts": as_bytes(
@@ -251,8 +254,10 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     texts = from_bytes(tensors["texts"])
     wide = ("texts", "routes", "candidates")
     columns = {name: tensor.tolist() for name, tensor in tensors.items() if name not in wide}
-    columns["routes"] = list(_routes(tensors["routes"], columns["routes_of"]))
-    columns["candidates"] = list(_candidates(tensors.get("candidates"), columns))
+    columns["routes"] = list(_records(Routes, tensors["routes"], columns["routes_of"]))
+    nowhere = [_NO_CANDIDATES] * len(columns["routes"])
+    flat = tensors.get("candidates", torch.empty(0))
+    columns["candidates"] = list(_records(Candidates, flat, columns.get("candidates_of", nowhere)))
     numbers = zip(columns["prompt_id"], _cut(columns["prompt_token_ids"], columns["prompt_tokens"]), strict=True)
     prompts = PROMPTS.load(
         [
@@ -292,32 +297,19 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
     return zip(rollouts, outcomes, strict=True)
 
 
-def _routes(flat: Tensor, routes_of: Sequence[Sequence[int]]) -> Iterator[Routes | None]:
-    """Yield the routes of each turn."""
-    sizes = [math.prod(shape) for _, *shape in routes_of]
-    for (start, *shape), experts in zip(routes_of, flat.split(sizes), strict=True):
-        yield Routes.of(start, experts.view(*shape)) if any(shape) else None
+def _record_columns(name: str, records: Sequence[TokenRecord | None], none: tuple[int, ...]) -> dict[str, Tensor]:
+    """Lay out what engines reported of turns, with the first token and the shape of each."""
+    found = [record.tensor.flatten() for record in records if record is not None]
+    places = [none if record is None else (record.start, *record.shape) for record in records]
+    flat = torch.cat(found) if found else torch.empty(0, dtype=torch.int16)
+    return {name: flat, f"{name}_of": torch.tensor(places, dtype=torch.int64).view(-1, len(none))}  # [K, 3 or 4]
 
 
-def _candidate_columns(of_responses: Sequence[Candidates | None]) -> dict[str, Tensor]:
-    """Lay out the candidates of responses; nothing where there are none."""
-    reported = [candidates.tensor.flatten() for candidates in of_responses if candidates is not None]
-    if not reported:
-        return {}
-    widths = torch.tensor([0 if candidates is None else candidates.shape[1] for candidates in of_responses])
-    return {"candidates": torch.cat(reported), "num_candidates": widths}
-
-
-def _candidates(flat: Tensor | None, columns: Mapping[str, Any]) -> Iterator[Candidates | None]:
-    """Yield the candidates of each turn."""
-    lengths = columns["response_tokens"]
-    if flat is None:
-        yield from [None] * len(lengths)
-        return
-    widths = columns["num_candidates"]
-    parts = flat.split([length * width for length, width in zip(lengths, widths, strict=True)])
-    for values, width in zip(parts, widths, strict=True):
-        yield Candidates.of(values.view(-1, width)) if width else None
+def _records(kind: type[RecordT], flat: Tensor, places: Sequence[Sequence[int]]) -> Iterator[RecordT | None]:
+    """Yield what was reported of each turn."""
+    sizes = [math.prod(shape) for _, *shape in places]
+    for (start, *shape), content in zip(places, flat.split(sizes), strict=True):
+        yield kind.of(start, content.view(*shape)) if any(shape) else None
 
 
 def _turns(columns: Mapping[str, Any], texts: Mapping[str, Any]) -> Iterator[Turn]:

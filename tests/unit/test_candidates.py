@@ -186,7 +186,7 @@ def test_a_token_without_candidates_is_never_silent() -> None:
     response = Response(token_ids=(4, 5, 6), logprobs=(-1.0,) * 3, finish_reason="stop", spans=(Span(0, 3),))
 
     def sequences(candidates: Tensor | None, **changes: Any) -> list[Sequence]:
-        said = replace(response, candidates=None if candidates is None else Candidates.of(candidates))
+        said = replace(response, candidates=None if candidates is None else Candidates.of(2, candidates))
         rollout = one_turn(prompt, said, **changes)
         rewarded = RewardedRollout(index=0, rollout=rollout, outcome=RewardOutcome(reward=1.0, parts={}))
         return to_sequences([rewarded], ALONE, needs_candidates=True)

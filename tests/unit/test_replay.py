@@ -43,7 +43,7 @@ def outcomes(draw: st.DrawFn) -> Rewarded:
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         spans=tuple(draw(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=2))),
         routes=draw(st.none() | ROUTES),
-        candidates=draw(st.none() | st.just(Candidates.of(torch.arange(3 * len(token_ids)).view(-1, 3)))),
+        candidates=draw(st.none() | st.just(Candidates.of(4, torch.arange(3 * len(token_ids)).view(-1, 3)))),
     )
     rollout = one_turn(
         prompt,

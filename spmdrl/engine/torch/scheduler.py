@@ -118,7 +118,9 @@ class RequestState:
             finish_reason=self.finish_reason or "abort",
             spans=(Span(self.version, len(self.token_ids)),) if self.token_ids else (),
             routes=self._reported_routes(),
-            candidates=Candidates.of(torch.stack(self.candidates)) if self.candidates else None,
+            candidates=Candidates.of(len(self.prefix.token_ids), torch.stack(self.candidates))
+            if self.candidates
+            else None,
             num_cached=self.num_cached,
         )
 
