@@ -113,7 +113,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What an engine reports of n neighbouring tokens."""
+    """A report of an engine about n neighbouring tokens."""
 
     start: int  # the first of these tokens, counted from the first of the prompt
     shape: tuple[int, ...]  # n first
