@@ -61,7 +61,7 @@ def interval_of_share(total: float, squares: float, count: float) -> tuple[float
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """The mean difference of two models over the same prompts."""
 
     mean: float
@@ -70,7 +70,7 @@ class Difference:
     p_value: float  # that the signs of the prompts' differences are chance
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Difference:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> PairedDifference:
     """Compare the means of the same prompts, in the same order. The p-value is that of a test which flips signs."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     if len(differences) < 2:
@@ -83,7 +83,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: i
         abs(math.fsum(value if chance.getrandbits(1) else -value for value in moved)) >= observed
         for _ in range(_PERMUTATIONS)
     )
-    return Difference(mean, mean - reach, mean + reach, (extreme + 1) / (_PERMUTATIONS + 1))
+    return PairedDifference(mean, mean - reach, mean + reach, (extreme + 1) / (_PERMUTATIONS + 1))
 
 
 WINDOW = 13  # words (Brown et al., arXiv:2005.14165, appendix C)

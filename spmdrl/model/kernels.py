@@ -20,7 +20,7 @@ from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, attent
 from spmdrl.model.cpu_room import cpu_room
 from spmdrl.model.exact.invariant import causal_in_tiles
 from spmdrl.model.exact.sglang_kernels import causal_as_engine
-from spmdrl.model.plain_attention import Scores, attend
+from spmdrl.model.plain_attention import ScoreRule, attend
 from spmdrl.types import UserError
 
 Kernel = Literal["sdpa", "varlen", "flash_attn_2", "flash_attn_3", "invariant", "sglang_fa3", "sglang_triton"]
@@ -114,7 +114,7 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tens
     """q [n, H, queries, D], k and v [n, K, keys, D]."""
     if layer.softcap is not None:
         assert layer.sinks is None, "no model that caps scores has attention sinks"
-        return attend(q, k, v, Scores(layer.scale, layer.softcap, layer.window))[0]
+        return attend(q, k, v, ScoreRule(layer.scale, layer.softcap, layer.window))[0]
     visible = _visible(q.shape[2], k.shape[2], layer.window, q.device)
     if layer.sinks is None:
         return _sdpa(q, k, v, visible, layer.scale)

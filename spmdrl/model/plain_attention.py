@@ -16,7 +16,7 @@ from torch import Tensor
 _BLOCK_BYTES = 2**24  # of the scores of a block of queries, in float32; some four times as much exists at a time
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """The scores of queries [n, H, Q, D] and keys [n, K, L, D], with K dividing H, and which of them are seen."""
 
     scale: float  # multiplies each product of a query and a key
@@ -33,13 +33,13 @@ class _Part(NamedTuple):
     hidden: Tensor | None  # [queries, keys] bool
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, of: Scores) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, of: ScoreRule) -> tuple[Tensor, Tensor]:
     """Return (out [n, H, Q, D], the logarithms of the denominators [n, H, Q]); only the first is differentiable."""
     out, lse = _attend(q, k, v, *of)
     return out, lse
 
 
-def _is_fused(q: Tensor, k: Tensor, of: Scores) -> bool:
+def _is_fused(q: Tensor, k: Tensor, of: ScoreRule) -> bool:
     """True where torch has a kernel for a CPU that returns normalizers."""
     is_plain = of.softcap is None and of.window is None
     return q.device.type == "cpu" and is_plain and (q.shape[2] == k.shape[2] or not of.is_causal)
@@ -55,7 +55,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _parts(q: Tensor, k: Tensor, of: Scores) -> Iterator[_Part]:
+def _parts(q: Tensor, k: Tensor, of: ScoreRule) -> Iterator[_Part]:
     num_queries, num_keys = q.shape[2], k.shape[2]
     size = max(1, _BLOCK_BYTES // (4 * q.shape[0] * q.shape[1] * num_keys))
     before = num_keys - num_queries
@@ -77,7 +77,7 @@ def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.unflatten(1, (num_kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, of: Scores) -> Tensor:
+def _scores(q: Tensor, k: Tensor, of: ScoreRule) -> Tensor:
     """Return scores [n, K, H / K, queries, keys] in float32 or float64, also of what is hidden."""
     scores = wide(torch.matmul(q, k.transpose(-1, -2))).mul_(of.scale)
     return scores if of.softcap is None else cap_scores(scores, of.softcap)
@@ -88,7 +88,7 @@ def _scores(q: Tensor, k: Tensor, of: Scores) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, window: int | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    of = Scores(scale, softcap, window, is_causal)
+    of = ScoreRule(scale, softcap, window, is_causal)
     if _is_fused(q, k, of):
         found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, scale=scale
@@ -107,7 +107,7 @@ def _attend(
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, of: Scores
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, of: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, for that of `out`; out and lse may be those of more keys than k."""
     if _is_fused(q, k, of):
@@ -138,7 +138,7 @@ def attend_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *of = inputs
-    ctx.of = Scores(*of)
+    ctx.of = ScoreRule(*of)
     ctx.save_for_backward(q, k, v, *output)
     ctx.mark_non_differentiable(output[1])
 

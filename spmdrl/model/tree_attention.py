@@ -33,7 +33,7 @@ from spmdrl.model.kernels import (
     has_flash,
     offsets_of,
 )
-from spmdrl.model.plain_attention import Scores
+from spmdrl.model.plain_attention import ScoreRule
 from spmdrl.model.rotary import changes_after
 from spmdrl.types import PrefixTree
 
@@ -233,8 +233,8 @@ class _Products:
                 side.put(found, into)
         return by_q, by_k, by_v
 
-    def _scores(self) -> Scores:
-        return Scores(self.layer.scale, self.layer.softcap, is_causal=self.level.is_causal)
+    def _scores(self) -> ScoreRule:
+        return ScoreRule(self.layer.scale, self.layer.softcap, is_causal=self.level.is_causal)
 
 
 def _flash(level: _Level, layer: AttentionLayer) -> NormalizerKernel:

@@ -30,7 +30,7 @@ Success = tuple[int, float]  # a prompt of the stream, the fraction of its respo
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRow:
     """A row of a file when it was last sampled."""
 
     success: float
@@ -41,7 +41,7 @@ class Measured:
 class Measurements:
     """Success rates that a curriculum has seen until the end of a step."""
 
-    rows: Mapping[int, Mapping[int, Measured]] = field(default_factory=dict)  # by source and row
+    rows: Mapping[int, Mapping[int, MeasuredRow]] = field(default_factory=dict)  # by source and row
     recent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # latest rates, by a source that opens others
     opened: tuple[str, ...] = ()  # sources whose gates are open
     source_rows: tuple[int | None, ...] = ()  # of each source that was measured; None where rows are generated
@@ -121,7 +121,7 @@ class Curriculum(InOrder):
                 return 4.0 * success * (1.0 - success)
         return 1.0
 
-    def _asked(self, index: int, item: Item, measured: Measured | None) -> float:
+    def _asked(self, index: int, item: Item, measured: MeasuredRow | None) -> float:
         assert self._function is not None
         columns: dict[str, Any] = {
             "task": item.task,
@@ -175,7 +175,7 @@ class Curriculum(InOrder):
             if item.row is not None:
                 known = rows.setdefault(item.source, {})
                 visits = known[item.row].visits if item.row in known else 0
-                known[item.row] = Measured(success, visits + 1)
+                known[item.row] = MeasuredRow(success, visits + 1)
             if item.task in longest:
                 recent[item.task] = (*recent.get(item.task, ()), success)[-longest[item.task] :]
         opened = [*so_far.opened]

@@ -22,7 +22,7 @@ _MIN_SAVED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PackingUnit:
     """Sequences that stay together, with their number of tokens and cost, of those that are shared once."""
 
     infos: tuple[SequenceInfo, ...]
@@ -34,7 +34,7 @@ class Unit:
 class Packed:
     """The units of each micro-batch of each place, as many micro-batches in every place; some may be empty."""
 
-    bins: list[list[list[Unit]]]
+    bins: list[list[list[PackingUnit]]]
     shares_prefixes: bool = False
 
     @property
@@ -76,18 +76,18 @@ def pack_over_places(infos: list[SequenceInfo], plan: Plan, *, num_places: int, 
     return best if best.elapsed <= (1 - _MIN_SAVED) * plain.elapsed else plain
 
 
-def _unit(infos: tuple[SequenceInfo, ...], plan: Plan, *, shares_prefixes: bool) -> Unit:
+def _unit(infos: tuple[SequenceInfo, ...], plan: Plan, *, shares_prefixes: bool) -> PackingUnit:
     """Make a unit of sequences that stay together in any case."""
-    unit, *others = [Unit((info,), info.num_tokens, _cost(info.num_tokens, plan)) for info in infos]
+    unit, *others = [PackingUnit((info,), info.num_tokens, _cost(info.num_tokens, plan)) for info in infos]
     for other in others:
         unit = _union(unit, other, _shared_tokens(unit, other) if shares_prefixes else 0, plan)
     return unit
 
 
-def _union(one: Unit, other: Unit, shared: int, plan: Plan) -> Unit:
+def _union(one: PackingUnit, other: PackingUnit, shared: int, plan: Plan) -> PackingUnit:
     """Join two units; the last sequence of one and the first of the other have `shared` tokens in common."""
     cost = one.cost + other.cost - _cost(shared, plan)
-    return Unit(one.infos + other.infos, one.num_tokens + other.num_tokens - shared, cost)
+    return PackingUnit(one.infos + other.infos, one.num_tokens + other.num_tokens - shared, cost)
 
 
 def _cost(num_tokens: int, plan: Plan) -> int:
@@ -95,13 +95,13 @@ def _cost(num_tokens: int, plan: Plan) -> int:
     return cost
 
 
-def _shared_tokens(one: Unit, other: Unit) -> int:
+def _shared_tokens(one: PackingUnit, other: PackingUnit) -> int:
     """Count the tokens that the last sequence of one unit and the first of another begin with alike."""
     hashes = zip(one.infos[-1].block_hashes, other.infos[0].block_hashes, strict=False)
     return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], hashes))
 
 
-def _joined(units: list[Unit], plan: Plan, *, most: int) -> list[Unit]:
+def _joined(units: list[PackingUnit], plan: Plan, *, most: int) -> list[PackingUnit]:
     """Join units that begin alike, up to `most` tokens each, first those that have most in common.
 
     A unit's tokens and cost are not less than those of its tree: the tokens that each sequence has in common with the
@@ -124,7 +124,7 @@ def _joined(units: list[Unit], plan: Plan, *, most: int) -> list[Unit]:
     return sorted(runs.values(), key=lambda unit: unit.infos[0].place)
 
 
-def _bins(units: list[Unit], plan: Plan, num_places: int, multiple: int) -> list[list[list[Unit]]]:
+def _bins(units: list[PackingUnit], plan: Plan, num_places: int, multiple: int) -> list[list[list[PackingUnit]]]:
     """Divide units into shares, and each share into micro-batches.
 
     Every share gets the same number, because all ranks must run the same number of forwards: that of the share that
