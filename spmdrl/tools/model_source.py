@@ -79,8 +79,10 @@ def source_of(given: str) -> Source:
     raw = read_json(file, dict[str, Any])
     config = _config(given, raw)
     _require_vocabulary(file.with_name("tokenizer.json"), config)
-    quantization = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config") or {}
-    method = quantization.get("quant_method", "unknown") if quantization else None
+    quantization = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    method = (
+        quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization and "unknown"
+    )
     return Source(given, config, method, path if path.is_dir() else None)
 
 
@@ -103,6 +105,10 @@ def _whole(settings: dict[str, Any]) -> dict[str, Any]:
 def _config(given: str, raw: dict[str, Any]) -> Any:
     """Make transformers' config of what config.json says."""
     version, kind = transformers.__version__, raw.get("model_type")
+    if kind is None:
+        raise UserError(
+            f"{shown(given)}: its config.json does not say model_type; take the one published with its weights"
+        )
     if kind not in CONFIG_MAPPING:
         own = next(iter(raw.get("architectures") or ()), None)
         same = [name for name, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model == own]

@@ -174,6 +174,7 @@ SIZES_OF_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_head
     ("settings", "said"),
     [
         ({"model_type": "llama", "hidden_size": 64}, "does not say num_hidden_layers, num_attention_heads, vocab_size"),
+        ({"hidden_size": 64}, "does not say model_type"),
         ({"model_type": "renamed", "architectures": ["DeepseekV3ForCausalLM"]}, 'model_type = "deepseek_v3"'),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "trust_remote_code"),
         ({"model_type": "next_year", "transformers_version": "6.1.0"}, "written by 6.1.0"),
@@ -184,6 +185,19 @@ def test_what_no_model_can_be_built_of_is_said(tmp_path: Path, settings: dict[st
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=re.escape(said)):
         source_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [({"quant_method": "awq"}, "awq"), ({"bits": 4}, "unknown"), ([4], "unknown"), (None, "")],
+)
+def test_weights_without_a_reader_are_refused(tmp_path: Path, quantization: Any, said: str) -> None:
+    settings = SIZES_OF_LLAMA | {"model_type": "llama", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    world: Any = None
+    subject = rows.Subject(source_of(str(tmp_path)), Path())
+    answer, remark = rows.ROWS["weights as published"](subject, world)
+    assert (answer, said in remark) == ("refused" if said else "yes", True)
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(
