@@ -33,9 +33,18 @@ class Chunks:
         """[N h, C, D] back to [T, h, D]."""
         return x.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(0, 1)[self.places]
 
-    def steps(self, num_heads: int) -> Iterator[slice]:
-        """Yield the place of the first chunks in [N h, ...], of the second ones, and so on."""
-        return (slice(*ends) for ends in pairwise(accumulate((n * num_heads for n in self.counts), initial=0)))
+    def steps(self, num_heads: int, first: int = 0) -> Iterator[slice]:
+        """Yield the place of the first chunks in [N h, ...], of the second ones, and so on; or from the `first` on, and
+        among these."""
+        return (slice(*ends) for ends in pairwise(accumulate((n * num_heads for n in self.counts[first:]), initial=0)))
+
+    def before(self, num_heads: int) -> Tensor:
+        """Return the places in [N h, ...] of the chunks before those that are no first ones, [(N - S) h] int64."""
+        places = [
+            torch.arange(step.start, step.start + n * num_heads)
+            for step, n in zip(self.steps(num_heads), self.counts[1:], strict=False)
+        ]
+        return torch.cat(places or [torch.arange(0)]).to(self.places.device)
 
 
 @functools.lru_cache(maxsize=8)  # all layers ask for the same

@@ -261,7 +261,7 @@ class Mixer(nn.Module, abc.ABC):
         channels, *of_heads = per_token
         before, state = (None, None) if states is None else states.take(self.layer_idx) or (None, None)
         mixed, left = convolve(channels, weights.conv, weights.bias, self.activation, seqlens, states, before)
-        out, state = self._rule(mixed, of_heads, weights, seqlens, state)
+        out, state = self._rule(mixed, of_heads, weights, seqlens, state, states is not None)
         if states is not None:
             assert left is not None
             states.keep(self.layer_idx, left, state)
@@ -280,9 +280,18 @@ class Mixer(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _rule(
-        self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
+        self,
+        mixed: Tensor,
+        of_heads: Sequence[Tensor],
+        weights: Weights,
+        seqlens: list[int],
+        state: Tensor | None,
+        keeps_state: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return what heads make of their channels [T, H P], and the states [S, H, ...] float32 after each sequence."""
+        """Return what heads make of their channels [T, H P], and the states [S, H, ...] float32 after each sequence.
+
+        The latter are read where `keeps_state`.
+        """
 
     @abc.abstractmethod
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:

@@ -43,7 +43,13 @@ class _GatedDeltaNet(Mixer):
         return x.split((self.key_dim, self.key_dim, self.value_dim), dim=dim)
 
     def _rule(
-        self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
+        self,
+        mixed: Tensor,
+        of_heads: Sequence[Tensor],
+        weights: Weights,
+        seqlens: list[int],
+        state: Tensor | None,
+        keeps_state: bool,
     ) -> tuple[Tensor, Tensor]:
         """Apply the rule to queries, keys and values side by side [T, C], with b and a, each [T, H]."""
         (b, a), (decay, time_step) = of_heads, weights.of_heads
@@ -138,7 +144,13 @@ class _Mamba2(Mixer):
         return [values, *(y.flatten(dim, dim + 1) for y in by_group)]
 
     def _rule(
-        self, mixed: Tensor, of_heads: Sequence[Tensor], weights: Weights, seqlens: list[int], state: Tensor | None
+        self,
+        mixed: Tensor,
+        of_heads: Sequence[Tensor],
+        weights: Weights,
+        seqlens: list[int],
+        state: Tensor | None,
+        keeps_state: bool,
     ) -> tuple[Tensor, Tensor]:
         """Apply the rule to values, keys and queries side by side [T, C], with time steps [T, H]."""
         (steps,), (decay, time_step, skip) = of_heads, weights.of_heads
@@ -154,6 +166,7 @@ class _Mamba2(Mixer):
             -decay.float().exp() * time,
             seqlens,
             state,
+            keeps_state=keeps_state,
         )
         return (out + value * skip.float().unsqueeze(-1)).flatten(1), state
 
@@ -194,7 +207,7 @@ class _ShortConv(Mixer):
         return [x]
 
     def _rule(
-        self, mixed: Tensor, of_heads: Any, weights: Any, seqlens: list[int], state: Any
+        self, mixed: Tensor, of_heads: Any, weights: Any, seqlens: list[int], state: Any, keeps_state: bool
     ) -> tuple[Tensor, Tensor]:
         return mixed, mixed.new_zeros(len(seqlens), 0, dtype=torch.float32)  # its inputs are all the state
 

@@ -21,7 +21,7 @@ from spmdrl.types import UserError
 from tests.helpers.configs import model_config
 from tests.helpers.models import SIZES, config_of, save_other
 
-SEQLENS = [5, 1, 64, 65, 200, 33, 7, 7, 130, 2, 1, 16, 17]
+SEQLENS = [5, 1, 48, 49, 200, 33, 7, 7, 97, 2, 1, 16, 17]
 FAMILIES = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h")
 DECAYS = torch.tensor([0.05, 1.0, 6.0, 60.0, 0.5, 3.0])  # of each head, times a number from 0 to 1
 
@@ -62,6 +62,18 @@ def test_the_rule_is_its_definition(monkeypatch: pytest.MonkeyPatch, groups: int
     exact_gradients = torch.autograd.grad(exact, exact_leaves, [x.double() for x in slopes])
     for one, other in zip([*found, *gradients], [*exact, *exact_gradients], strict=True):
         assert relative(one, other) < 3e-6
+    # Where sequences begin without a state and leave none, less is computed.
+    found, left = state_space_rule(*found_leaves[:4], SEQLENS, keeps_state=False)
+    exact, _ = by_definition(*exact_leaves[:4], torch.zeros_like(exact_leaves[4]))
+    gradients = torch.autograd.grad(found, found_leaves[:4], slopes[0])
+    exact_gradients = torch.autograd.grad(exact, exact_leaves[:4], slopes[0].double())
+    assert left.numel() == 0
+    for one, other in zip([found, *gradients], [exact, *exact_gradients], strict=True):
+        assert relative(one, other) < 3e-6
+    short = [seqlen for seqlen in SEQLENS if seqlen <= ssd._CHUNK_TOKENS]
+    tokens = [x[: sum(short)].detach() for x in leaves[:4]]
+    alone, whole = (state_space_rule(*tokens, short, keeps_state=keeps)[0] for keeps in (False, True))
+    assert relative(alone, whole) < 1e-6
 
 
 class States:
