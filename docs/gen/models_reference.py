@@ -28,6 +28,11 @@ COLUMNS = {
     "torch engine": ("torch engine",),
     "export": ("export and reload",),
 }
+# The types whose class in SGLang was compared with the trainer: tests/engine, and the table of families on the page.
+WITH_SGLANG = (
+    *("qwen3", "qwen2", "llama", "mistral", "gemma3_text", "qwen3_moe", "phi3", "granite", "cohere", "qwen3_next"),
+    *("qwen3_5", "qwen3_vl", "qwen2_5_vl"),
+)
 Answers = Mapping[str, Sequence[str]]  # of a model: question -> (answer, remark)
 
 
@@ -40,11 +45,13 @@ def table(results: Mapping[str, Any]) -> str:
         f"{len(models)} models with their released settings, of which {trained} are trained, by {said}. The answers are"
         " those of `spmdrl model NAME`; where a cell is empty, nothing was asked.",
         "",
-        f"| model | `spmdrl model` | {' | '.join(COLUMNS)} |",
-        f"|---|---|{'---|' * len(COLUMNS)}",
+        f"| model | `spmdrl model` | {' | '.join(COLUMNS)} | engine tested |",
+        f"|---|---|{'---|' * len(COLUMNS)}---|",
     ]
     for name, answers in models.items():
         cells = [_cell(answers, questions) for questions in COLUMNS.values()]
+        kind = released()[name]["config"]["model_type"]
+        cells.append("" if cells[0] != "yes" else "torch and SGLang" if kind in WITH_SGLANG else "torch alone")
         lines.append(f"| {released()[name]['model']} | `{name}` | {' | '.join(cells)} |")
     lines += ["", "What is not *yes*, and why:", "", "| model | what | why |", "|---|---|---|"]
     lines += _reasons(models)
