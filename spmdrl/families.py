@@ -82,7 +82,7 @@ class ModelFamily:
     reads_short_factors_only: bool = False
     # Its attention caps scores softly by `attn_logit_softcapping`, which other families have and ignore.
     caps_scores: bool = False
-    # Its norms apply their weights in float32, so that both factors are kept for the backward pass.
+    # Its norms apply their weights in float32, so that autograd saves both factors.
     has_wide_norms: bool = False
     # Its layers hand keys and values to others, whatever is recomputed, and values have norms.
     passes_keys_on: bool = False

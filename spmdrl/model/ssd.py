@@ -65,8 +65,8 @@ class _Block:
 
     Its tensors are [B, C, ...] for B = N g chunks of groups, of C tokens; the values of a group's heads are side by
     side. Those in which heads differ in more than values are [B p, C, ...]. Of the B, `reading` are those that read a
-    state and `writing` those that write one: all, or where states are not kept, those that have one before them, and in
-    the same order those that have one after them.
+    state and `writing` those that write one: all, or where nobody asks for the last states, those that have one before
+    them, and in the same order those that have one after them.
     """
 
     def __init__(
