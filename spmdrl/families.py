@@ -84,6 +84,8 @@ class ModelFamily:
     caps_scores: bool = False
     # Its norms apply their weights in float32, so that autograd saves both factors.
     has_wide_norms: bool = False
+    # Ends of the names of linear layers whose weights another module reads: an adapter would change nothing there.
+    bare_linears: tuple[str, ...] = ()
     # Its layers hand keys and values to others, whatever is recomputed, and values have norms.
     passes_keys_on: bool = False
     # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
@@ -166,6 +168,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=_UNTRIED),
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
     "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
+    "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

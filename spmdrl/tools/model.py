@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.table import Table
 from rich.text import Text
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -56,7 +57,9 @@ def answers(source: Source, folder: Path, *, with_sglang: bool = False) -> Itera
         yield Verdict("trained", "refused", refusal)
         return
     if source.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and vision_family(source.config) is None:
-        raise UserError(f"{source.name}: transformers has no causal language model of type {source.config.model_type}")
+        has_none = f"transformers {transformers.__version__} has no causal language model of type"
+        yield Verdict("trained", "refused", f"{has_none} {source.config.model_type}; a newer one may have it")
+        return
     try:
         config = shrunk(source.config)
         refusal = refusal_of_model(model_without_memory(config, cfg), cfg.attention)

@@ -122,7 +122,9 @@ def _fit_others(tiny: dict[str, Any], real: Mapping[str, Any]) -> None:
     """Set what depends on several sizes."""
     layers, width = tiny["num_hidden_layers"], tiny["hidden_size"]
     if real.get("kv_lora_rank"):
-        tiny.pop("head_dim", None)  # that of the rotated part
+        tiny.pop("head_dim", None)
+        if real.get("head_dim") == real["qk_rope_head_dim"]:  # that of the rotated part
+            tiny["head_dim"] = tiny["qk_rope_head_dim"]
     if real.get("linear_num_value_heads"):
         per_key = real["linear_num_value_heads"] // real["linear_num_key_heads"]
         tiny["linear_num_value_heads"] = tiny["linear_num_key_heads"] * per_key

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from spmdrl.families import family_of
 from spmdrl.model.linear import linear
 from spmdrl.model.lora.adapters import Target
 from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Product
@@ -74,8 +75,9 @@ def _ends(names: set[str], everyones: Sequence[str], num_parts: int) -> list[str
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     decoder = set(Trunk(model).decoder.modules())  # a tower stays as it is
+    bare = family_of(model.config).bare_linears
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module in decoder:
+        if isinstance(module, nn.Linear) and module in decoder and not (bare and name.endswith(bare)):
             yield name, module
 
 
