@@ -197,7 +197,7 @@ def run_here(name: str, options: Sequence[str], paths: Sequence[Path]) -> int:
         del os.environ[variable]
     sys.path.insert(0, str(BENCHMARKS))
     os.chdir(ROOT)
-    sys.argv = [name, *options]
+    sys.argv = [str(BENCHMARKS / name), *options]
     workload = importlib.import_module("workload")
     # What a busy machine finds out about its kernels is not for later runs.
     os.environ.update(workload.best_environment(threads=1), PYTHONPATH=str(ROOT), XDG_CACHE_HOME=str(paths[0].parent))
