@@ -13,15 +13,19 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 INDEX = "docs/README.md"
 AROUND = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 SECTION = re.compile(r"^## (?P<title>[^\n]+)$(?P<body>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the navigation of the index: its sections, each with the pages that it is the first to link to."""
+    """Make the navigation of the index: its sections, each with the pages that it is the first to link to. The footer
+    of a page has the version."""
+    found = VERSION.search((ROOT / "spmdrl/__init__.py").read_text(encoding="utf-8"))
+    config.copyright = f"spmdrl {found[1] if found else ''}, Apache-2.0"
     seen = {INDEX, *AROUND}
-    navigation: list[object] = ["README.md", {"All pages": INDEX}]
+    navigation: list[object] = [{"Overview": "README.md"}, {"All pages": INDEX}]
     for section in SECTION.finditer((ROOT / INDEX).read_text(encoding="utf-8")):
         links = _linked(INDEX, section["body"])
         if pages := [link for link in links if link.endswith(".md") and link not in seen]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spmdrl import __version__
 from tests.helpers.site import ROOT, build_site
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
@@ -52,6 +53,7 @@ def built(page: str) -> str:
 
 def test_every_page_is_built_and_can_be_searched(site: Path, pages: dict[str, Elements]) -> None:
     assert pages.keys() >= {built(page) for page in PAGES}
+    assert f"spmdrl {__version__}, Apache-2.0" in (site / "index.html").read_text(encoding="utf-8")
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     assert {place["location"].partition("#")[0] for place in index["docs"]} >= {built(page) for page in PAGES}
 
