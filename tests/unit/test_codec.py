@@ -68,7 +68,12 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(inner[0]), max_size=2).map(origin)
     if origin in (dict, collections.abc.Mapping):
         return st.dictionaries(*map(values_of, inner), max_size=2)
-    return st.builds(kind, **{name: values_of(hint) for name, hint in typing.get_type_hints(kind).items()})
+    hints = {
+        name: hint
+        for name, hint in typing.get_type_hints(kind).items()
+        if typing.get_origin(hint) is not typing.ClassVar
+    }
+    return st.builds(kind, **{name: values_of(hint) for name, hint in hints.items()})
 
 
 @pytest.mark.parametrize("kind", [*dict.fromkeys(NOUNS), SavedGroup], ids=lambda kind: kind.__name__)
