@@ -136,9 +136,10 @@ def test_the_page_shows_what_was_recorded() -> None:
     assert "no" not in {answer for name in results["models"] for answer in recorded(name).values()}
 
 
-@pytest.mark.parametrize("name", ["granite-3.3-2b", "moonlight-16b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["granite-3.3-2b", "moonlight-16b-a3b", "gpt-oss-20b", "longcat-flash"])
 def test_one_rank_answers_as_recorded(tmp_path: Path, name: str) -> None:
-    source, questions = source_of(name), ("weights as published", "packed", "torch engine", "export and reload")
+    source = source_of(name)
+    questions = ("weights as published", "packed", "adapters", "torch engine", "export and reload")
     save_tiny(shrunk(source.config), tmp_path / "tiny")
     subject = rows.Subject(source, tmp_path / "tiny")
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
