@@ -12,7 +12,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from spmdrl.config import EnvironmentConfig
@@ -22,7 +21,7 @@ from spmdrl.data.turns import message_of
 from spmdrl.envs.endpoint import HOST, Endpoint, EpisodeEnded
 from spmdrl.envs.forms import Call, Reply
 from spmdrl.envs.observations import numbers_of, to_json
-from spmdrl.envs.protocol import Answer, EnvironmentFailure, MetricNames
+from spmdrl.envs.protocol import Answer, EnvironmentFailure, Environments, MetricNames, OpenEpisode
 from spmdrl.envs.verifiers_process import LOAD_S, VerifiersProcess
 from spmdrl.types import UserError
 from spmdrl.workers.channel import bounded
@@ -349,7 +348,7 @@ _END_S = 5.0  # for what still waits when all is closed
 T = TypeVar("T")
 
 
-class AgentClient:
+class AgentClient(Environments):
     """Runs the command of `environment.source` for each episode, and the server that it calls.
 
     With verifiers the command asks a process that has the environment. UserError if the command does not exist, the
@@ -397,12 +396,6 @@ class AgentClient:
         except BaseException:
             self._stop()
             raise
-
-    def __enter__(self) -> AgentClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def check(self, start: EpisodeStart) -> Observation:
         """Begin an episode and end it. Raises UserError, with what the agent printed, when there is no first call."""
@@ -474,20 +467,12 @@ class AgentClient:
         self._loop.close()
 
 
-class OpenAgent:
+class OpenAgent(OpenEpisode):
     """The agent of one episode. Its futures never raise."""
 
     def __init__(self, client: AgentClient, run: AgentRun) -> None:
         self._client, self._run = client, run
         self._is_closed = False
-
-    def reset(self) -> Future[Answer]:
-        """Start the command, and wait for its first call."""
-        return self._ask(None)
-
-    def step(self, action: Action) -> Future[Answer]:
-        """Answer its call, and wait for the next one or for its end."""
-        return self._ask(action)
 
     def close(self) -> None:
         """End the command."""

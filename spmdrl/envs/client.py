@@ -6,15 +6,25 @@ import functools
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.config.environment import AgentEnvironment, VerifiersEnvironment
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.observations import from_json, max_answer_bytes
-from spmdrl.envs.protocol import Answer, Close, EnvironmentFailure, EnvJob, Loaded, MetricNames, Request, Reset, Step
+from spmdrl.envs.protocol import (
+    Answer,
+    Close,
+    EnvironmentFailure,
+    Environments,
+    EnvJob,
+    Loaded,
+    MetricNames,
+    OpenEpisode,
+    Request,
+    Reset,
+    Step,
+)
 from spmdrl.envs.worker import PROGRAM
 from spmdrl.types import UserError
 from spmdrl.workers.pool import INVALID_ANSWER, FailureKind, Session, WorkerPool, WorkerProgram, unprotected_in
@@ -25,39 +35,7 @@ _THREADS_WITHOUT_SANDBOX = 64
 _MAX_IDLE_DEATHS = 3
 
 
-class OpenEpisode(Protocol):
-    """The environment of one episode, asked one thing at a time. Its futures never raise."""
-
-    def reset(self) -> Future[Answer]:
-        """Begin the episode."""
-
-    def step(self, action: Action) -> Future[Answer]:
-        """Ask for the answer to an action."""
-
-    def close(self) -> None:
-        """End the episode."""
-
-
-class Environments(Protocol):
-    """The environments of a rank."""
-
-    tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them
-    gives_rewards: bool
-    unprotected: list[str]  # what the sandbox cannot stop on this machine
-
-    def check(self, start: EpisodeStart) -> Observation:
-        """Begin an episode and end it. Raises UserError if that fails."""
-
-    def open(
-        self,
-        start: EpisodeStart,
-        history: Sequence[tuple[Action, Observation]] = (),
-        greeting: Observation | None = None,
-    ) -> OpenEpisode:
-        """Open an episode. With a greeting, it is replayed up to the end of its history."""
-
-
-def open_environments(cfg: EnvironmentConfig) -> AbstractContextManager[Environments]:
+def open_environments(cfg: EnvironmentConfig) -> Environments:
     """Start what the environments of a rank run in. Raises UserError when they cannot be loaded."""
     if not isinstance(cfg.source, AgentEnvironment | VerifiersEnvironment):
         return EnvironmentClient(cfg)
@@ -71,7 +49,7 @@ def open_environments(cfg: EnvironmentConfig) -> AbstractContextManager[Environm
     return AgentClient(cfg)
 
 
-class EnvironmentClient:
+class EnvironmentClient(Environments):
     """Runs environments in `environment.num_workers` processes.
 
     UserError if their source cannot be loaded. Close it, or use it in a `with` statement.
@@ -102,12 +80,6 @@ class EnvironmentClient:
         self.tools = self._workers.loaded.tools  # JSON schemas, as chat templates take them
         self.gives_rewards = self._workers.loaded.gives_rewards
         self.unprotected = self._workers.loaded.unprotected  # what the sandbox cannot stop on this machine
-
-    def __enter__(self) -> EnvironmentClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def check(self, start: EpisodeStart) -> Observation:
         """Begin an episode and end it. Raises UserError, with the environment's traceback, if that fails."""
@@ -164,21 +136,13 @@ class EnvironmentClient:
         )
 
 
-class OpenEnvironment:
+class OpenEnvironment(OpenEpisode):
     """The environment of one episode, asked one thing at a time. Its futures never raise."""
 
     def __init__(self, session: EnvSession, workers: WorkerPool[Loaded]) -> None:
         assert session.worker is not None, "a process may have any number of environments"
         self._session, self._workers, self._post = session, workers, session.worker.post
         self._is_closed = False
-
-    def reset(self) -> Future[Answer]:
-        """Begin the episode."""
-        return self._ask(None)
-
-    def step(self, action: Action) -> Future[Answer]:
-        """Ask for the answer to an action."""
-        return self._ask(action)
 
     def close(self) -> None:
         """End the episode and free the environment. What is asked gets the failure "closed"."""

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -85,6 +87,53 @@ class EnvironmentFailure:
 
 
 Answer = Observation | EnvironmentFailure
+
+
+class OpenEpisode:
+    """The environment of one episode, as its rank asks it: one thing at a time. Its futures never raise."""
+
+    def reset(self) -> Future[Answer]:
+        """Begin the episode."""
+        return self._ask(None)
+
+    def step(self, action: Action) -> Future[Answer]:
+        """Ask for the answer to an action."""
+        return self._ask(action)
+
+    def close(self) -> None:
+        """End the episode. What is asked gets the failure "closed"."""
+        raise NotImplementedError
+
+    def _ask(self, action: Action | None) -> Future[Answer]:
+        raise NotImplementedError
+
+
+class Environments(AbstractContextManager["Environments"]):
+    """The environments of a rank."""
+
+    tools: list[dict[str, Any]]  # JSON schemas, as chat templates take them
+    gives_rewards: bool
+    unprotected: list[str]  # what the sandbox cannot stop on this machine
+
+    def check(self, start: EpisodeStart) -> Observation:
+        """Begin an episode and end it. Raises UserError if that fails."""
+        raise NotImplementedError
+
+    def open(
+        self,
+        start: EpisodeStart,
+        history: Sequence[tuple[Action, Observation]] = (),
+        greeting: Observation | None = None,
+    ) -> OpenEpisode:
+        """Open an episode. With a greeting, it is replayed up to the end of its history."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all that is open. What is asked gets the failure "closed"."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

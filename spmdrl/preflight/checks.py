@@ -19,7 +19,8 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import ScoredText, load_tokenizer
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, load_processor
-from spmdrl.envs.client import Environments, open_environments
+from spmdrl.envs.client import open_environments
+from spmdrl.envs.protocol import Environments
 from spmdrl.families import vision_family
 from spmdrl.faults.text import one_line
 from spmdrl.model.frozen import settings_of

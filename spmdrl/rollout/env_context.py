@@ -16,7 +16,7 @@ from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.data.images import ImageFile
 from spmdrl.data.turns import Parser, TurnEncoder, action_of, parse
 from spmdrl.data.vision import NO_IMAGES, ImageIntake
-from spmdrl.envs.client import Environments, OpenEpisode
+from spmdrl.envs.protocol import Environments, OpenEpisode
 from spmdrl.types import ImageSpan, Prompt, Rollout, Turn, UserError
 
 FALLBACK = "hermes"  # the parser of tool calls that needs no SGLang

@@ -25,8 +25,7 @@ from spmdrl.conversation import Action, Message, Observation, joined
 from spmdrl.data.image_store import StoreFull
 from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import expanded
-from spmdrl.envs.client import OpenEpisode
-from spmdrl.envs.protocol import Answer, EnvironmentFailure
+from spmdrl.envs.protocol import Answer, EnvironmentFailure, OpenEpisode
 from spmdrl.faults.text import one_line
 from spmdrl.rollout.context import asked, conversation, is_due, num_to_leave_out, without_thinking
 from spmdrl.rollout.env_context import EnvContext, restore_shown, spans_of

@@ -1,15 +1,17 @@
 """Evaluate a model on held-out prompts, with transformers: `spmdrl evaluate RUN`, or `spmdrl evaluate MODEL --data FILE
---reward KIND`. The result has pass@k and an interval; two evaluations of the same prompts are compared."""
+--reward KIND`. The result has pass@k and an interval; two evaluations of the same prompts are compared.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,11 +23,12 @@ from pydantic import BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.algo.evaluation import paired_difference
+from spmdrl.algo.evaluation import overlapping, paired_difference
 from spmdrl.algo.metrics import scalars
-from spmdrl.config import Config, ModelConfig, TuningConfig, read_config, read_run_config
+from spmdrl.config import Config, FileData, FileSettings, ModelConfig, TuningConfig, read_config, read_run_config
 from spmdrl.config.engines import ENGINES, EngineFacts
 from spmdrl.config.strict import about, conform, parse_own_json
+from spmdrl.data.sources import FileSource
 from spmdrl.data.tokenizer import decode, load_tokenizer, uses_template
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.torch.engine import TorchEngine
@@ -33,7 +36,7 @@ from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, load_plain, persistent_buffers
-from spmdrl.preflight.hub import PREFIX, model_folder, with_files_here
+from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_files_here, with_split_file
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -43,11 +46,74 @@ from spmdrl.rollout.sample import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts
-from spmdrl.tools.evaluation_sets import GENERATED, known_sets, seen_in_training, set_tables
 from spmdrl.tools.init import KINDS, choose, measure, parse
 from spmdrl.tools.program import program, writing
 from spmdrl.tools.starting import RESPONSE_TOKENS, starting_tables
 from spmdrl.types import RewardOutcome, Rollout, UserError
+
+# Evaluation sets by name: where they are, what their columns mean, and which of their items training has seen.
+
+
+GENERATED = "reasoning_gym/"  # before the name of a task
+GENERATED_ITEMS = 100
+INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # as the models' own cards ask for it
+_TABLE = Path(__file__).with_name("evaluation_sets.toml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """A data set on a hub with questions of one final answer each."""
+
+    repository: str
+    split: str
+    prompt_column: str
+    answer_column: str
+    about: str
+    answer_after: str | None = None
+
+    def source(self, name: str, *, download: bool) -> dict[str, Any]:
+        """Return the table of its source. Raises UserError when its file is not there."""
+        try:
+            named = with_split_file(f"hf:{self.repository}", download, split=self.split)
+            path = data_file(named, download)
+        except UserError as error:
+            remedy = "; add --download to fetch it once" if isinstance(error, NotInCache) else ""
+            raise UserError(f"--set {name} (hf:{self.repository}): {error}{remedy}") from error
+        columns = {"prompt_column": self.prompt_column, "answer_column": self.answer_column, "task": name}
+        after = {} if self.answer_after is None else {"answer_after": self.answer_after}
+        return {"kind": "jsonl" if path.endswith(".jsonl") else "parquet", "path": path, **columns, **after}
+
+
+def known_sets() -> Mapping[str, EvaluationSet]:
+    """Return the sets that have names."""
+    return {name: EvaluationSet(**table) for name, table in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()}
+
+
+def set_tables(name: str, *, download: bool) -> dict[str, Any]:
+    """Return the tables of a configuration that this set decides. Raises UserError where there is none of the name."""
+    if name.startswith(GENERATED):
+        source = {"kind": "reasoning_gym", "task": name.removeprefix(GENERATED)}
+        return {"sources": [source], "num_prompts": GENERATED_ITEMS, "reward": "reasoning_gym"}
+    if (found := known_sets().get(name)) is None:
+        raise UserError(f"--set {name}: there are {', '.join(known_sets())}, and {GENERATED}TASK of reasoning-gym")
+    source = found.source(name, download=download)
+    questions = {row.question for row in FileSource(FileData.model_validate(source), seed=0).in_file_order()}
+    return {"sources": [source], "num_prompts": len(questions), "reward": "math", "system_prompt": INSTRUCTION}
+
+
+def seen_in_training(questions: Sequence[str], cfg: Config | TuningConfig) -> set[int]:
+    """Return the places of the questions that a run's files have too: see `algo.evaluation.overlapping`."""
+    return overlapping(questions, _questions_of(cfg))
+
+
+def _questions_of(cfg: Config | TuningConfig) -> Iterator[str]:
+    files: Iterable[FileSettings] = (source for source in cfg.data.sources if isinstance(source, FileSettings))
+    for source in files:
+        yield from (row.question for row in FileSource(source, seed=0).in_file_order())
+
+
+# The evaluation.
+
 
 USUAL_REWARD = "math"  # of a file that is given as a set
 MAX_PROMPT_TOKENS = 2048  # of a set's question

@@ -13,7 +13,7 @@ from spmdrl.faults.rank_status import read_statuses
 from spmdrl.report.findings import checkup, findings
 from spmdrl.report.run_folder import RecordedRun, read_run
 from spmdrl.report.series import History
-from spmdrl.report.watching import Watcher, watch_page
+from spmdrl.tools.runs import Watcher, watch_page
 from tests.helpers.recorded import SEEDS, as_if_running, beat
 
 COLUMNS = 120

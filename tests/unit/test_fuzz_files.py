@@ -61,8 +61,8 @@ from spmdrl.report.files import cut_after
 from spmdrl.report.findings import checkup, findings
 from spmdrl.report.run_folder import RunFolder, read_run
 from spmdrl.report.series import History
-from spmdrl.report.watching import Watcher, watch_page
 from spmdrl.rollout.files import read_part, write_part
+from spmdrl.tools.runs import Watcher, watch_page
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import RewardOutcome, UserError
 from tests.helpers.config_file import GOOD

@@ -14,8 +14,8 @@ from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.faults.rank_status import read_statuses
 from spmdrl.faults.verdict import ErrorReport, claim
 from spmdrl.report.files import read_rows
-from spmdrl.report.watching import SILENT_S, Snapshot, Watcher, watch_page
 from spmdrl.tools import runs
+from spmdrl.tools.runs import SILENT_S, Snapshot, Watcher, watch_page
 from tests.helpers.recorded import as_if_running, beat
 from tests.helpers.terminal import Terminal
 
