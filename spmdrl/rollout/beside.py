@@ -29,12 +29,17 @@ class HeldOutAnswers:
         episode, and `deliver` is called once, with all of them, when their rewards are there."""
         assert self._deliver is None, "an evaluation begins before the one before is delivered"
         self._groups, self._pending, self._submit, self._deliver = [*groups], [], submit, deliver
-        self._unfinished = {id(episode) for episode in self.episodes}
+        self._unfinished = {id(episode) for group in groups for episode in group.episodes}
 
     @property
     def episodes(self) -> list[Episode]:
-        """All of its episodes."""
-        return [episode for group in self._groups for episode in group.episodes]
+        """Its episodes that are not added yet."""
+        return [episode for group in self._groups for episode in group.episodes if episode in self]
+
+    @property
+    def is_due(self) -> bool:
+        """True until it is delivered."""
+        return self._deliver is not None
 
     @property
     def is_sampling(self) -> bool:

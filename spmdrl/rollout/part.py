@@ -210,7 +210,7 @@ class EnginePart:
         on and before new ones."""
         limit = self._clock.num_to_begin(len(self.started))
         self.started.append(0)
-        held_out = self._held_out.episodes if self._held_out.is_sampling else []
+        held_out = self._held_out.episodes
         num_carried = sum(len(group.unfinished) for group in self._unfinished.values())
         for episode in self._episodes() if limit != 0 else ():
             if self.started[-1] >= num_carried:
@@ -222,6 +222,9 @@ class EnginePart:
             if self.started[-1] == limit:
                 break
         yield from held_out
+        while self._held_out.is_due:  # the last reward arrives between two episodes, or long after them
+            yield None
+            self._held_out.deliver()
 
     def _episodes(self) -> Iterator[Episode | None]:
         """Yield episodes as long as there are more: of groups that go on, then of those that this engine opens."""

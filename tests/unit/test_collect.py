@@ -759,6 +759,24 @@ def test_an_evaluation_is_sampled_beside_rollouts_by_one_version() -> None:
     assert again.schedules == run.schedules
 
 
+def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
+    """Not when the step is over, whose last rollouts began before that and take long."""
+    engine = FakeEngine(max_running=100, tick_s=0.001, length=lambda seed: 1000 if seed in rollouts else 3)
+    run, delivered = start(PLAIN, [engine], sampling=LONG), []
+    rollouts = {rollout_seed(11, 1, prompt, sample) for prompt in range(8) for sample in range(GROUP_SIZE)}
+    (collector,) = run.collectors
+    groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in FakePrompts().take(40, 2)]
+    late = judge(lambda _: 0.02)
+    collector._held_out.ask(
+        groups,
+        lambda episode: late(episode.rollout()),
+        lambda pending: delivered.append((len(pending), engine.clock and engine.clock.num_tokens)),
+    )
+    run.step(1)
+    ((count, tokens),) = delivered
+    assert count == 2 * GROUP_SIZE and tokens is not None and 3 <= tokens < 1000
+
+
 def test_after_refits_in_flight_a_run_that_stopped_collects_what_it_would_have_collected() -> None:
     never_stopped = start(IN_FLIGHT, varied(), shared=False, sampling=LONG).steps_in_flight(1, 5)
     for stop in range(1, 5):
