@@ -243,8 +243,8 @@ def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     return {
         "gathered": (_gathered(cfg, rank) + max(others, default=0)) * rank.compute_bytes,
         "activations and logits": max(
-            *(_forward(cfg, one) for one in (rank, critic, *frozen) if one),
-            *(_looking(cfg, rank, one.tower)["activations"] for one in rank.frozen if one.tower),
+            [_forward(cfg, one) for one in (rank, critic, *frozen) if one]
+            + [_looking(cfg, rank, one.tower)["activations"] for one in rank.frozen if one.tower]
         ),
     }
 
