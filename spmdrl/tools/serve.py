@@ -208,7 +208,7 @@ class Served:
     ) -> dict[str, Any]:
         sampled = () if response is None else response.token_ids
         ended = bool(sampled) and sampled[-1] in self.stops
-        text = self._text(sampled[:-1] if ended else sampled)
+        text = self._text(sampled[:-1] if ended else sampled, skip_special_tokens=True)
         stop = body.get("stop") or []
         for mark in [stop] if isinstance(stop, str) else stop:
             text, found, _ = text.partition(mark) if mark else (text, "", "")
@@ -245,8 +245,12 @@ class Served:
         tops = best if top else [None] * len(token_ids)
         return {"tokens": tokens, "token_logprobs": [None, *own], "top_logprobs": tops, "text_offset": offsets}
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+    def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -188,6 +188,16 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     assert "holds no exported model" in capsys.readouterr().err
 
 
+def test_special_tokens_are_not_said(url: str, folder: Path) -> None:
+    """The model repeats its last token: a special one is counted, and has a log-probability, but no text."""
+    unknown = AutoTokenizer.from_pretrained(folder).unk_token_id
+    _, answer = post(
+        url, "/v1/completions", {"prompt": [unknown] * 8, "max_tokens": 3, "temperature": 0, "logprobs": 0}
+    )
+    (choice,) = json.loads(answer)["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("", ["<unk>"] * 3)
+
+
 def test_many_connect_at_once(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     waiting = [socket.create_connection((host, int(port)), timeout=5) for _ in range(200)]
