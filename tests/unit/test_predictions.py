@@ -31,6 +31,7 @@ BILLIONS = {
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235.1,
     "Qwen3-VL-4B-Instruct": 4.4,
+    "Llama-3.1-8B": 8.0,
 }
 
 
