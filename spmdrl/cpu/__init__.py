@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.cpu import kernels_c as fused
-from spmdrl.cpu.kernels_c import attend_to_cache, attend_to_rows, serves
+from spmdrl.cpu.kernels_c import attend_packed, attend_to_cache, attend_to_rows, serves
 from spmdrl.cpu.linear_layers import agree, describe, layers, linear, outer
-from spmdrl.cpu.short_attention import attend_packed
 
 __all__ = [
     "agree",

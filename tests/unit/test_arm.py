@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmdrl.cpu import kernels_c
-from spmdrl.cpu.short_attention import attend_short
+from spmdrl.cpu.kernels_c import attend_short
 from spmdrl.model.attention_layer import SeenKeys
 from spmdrl.workers import sandbox
 from tests.helpers.fused_cases import CASES, gradients, inputs_of

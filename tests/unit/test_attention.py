@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.cpu import short_attention
-from spmdrl.cpu.short_attention import batches_of_similar_length
+from spmdrl.cpu import kernels_c
+from spmdrl.cpu.kernels_c import batches_of_similar_length
 from spmdrl.engine.torch.cache import attend_to_cache
 from spmdrl.model import plain_attention
 from spmdrl.model.attention import choose_kernel, fastest_varlen, packed_attention
@@ -168,7 +168,7 @@ def test_sequences_of_similar_length_are_one_batch() -> None:
 
 def test_a_run_of_equal_lengths_is_one_causal_call_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask would double the time of long sequences."""
-    monkeypatch.setattr(short_attention, "MAX_TOKENS", 0)
+    monkeypatch.setattr(kernels_c, "MAX_TOKENS", 0)
     calls, sdpa = [], F.scaled_dot_product_attention
 
     def recorded(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Any:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.cpu import kernels_c
-from spmdrl.cpu.kernels_c import CannotCompile
-from spmdrl.cpu.short_attention import attend_short
+from spmdrl.cpu.kernels_c import CannotCompile, attend_short
 from spmdrl.model import fused, fused_plain
 from spmdrl.model.attention_layer import SeenKeys
 from tests.helpers.fused_cases import CASES, EMPTY, Case, gradients, inputs_of
