@@ -5,7 +5,14 @@ The attribute docstrings of the tables are the configuration reference: `docs/co
 
 # Rules hold once they are imported.
 from spmdrl.config import rules, schedule_rules, source_rules
-from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig, MismatchLimits
+from spmdrl.config.algorithm import (
+    AdvantageConfig,
+    Algorithm,
+    CorrectionConfig,
+    LossConfig,
+    MismatchConfig,
+    MismatchLimits,
+)
 from spmdrl.config.base import MissingSetting, SandboxConfig, Section, SectionT, run_rules
 from spmdrl.config.data import (
     CurriculumConfig,
@@ -51,5 +58,4 @@ from spmdrl.config.run import (
     WatchdogConfig,
 )
 from spmdrl.config.schedule_rules import EXACT_BACKENDS
-from spmdrl.config.source_algorithm import Algorithm
 from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from spmdrl.config.algorithm import SourceAlgorithm
 from spmdrl.config.base import (
     Coefficient,
     Count,
@@ -20,7 +21,6 @@ from spmdrl.config.base import (
     rule,
     unused_settings,
 )
-from spmdrl.config.source_algorithm import SourceAlgorithm
 
 # The table of a curriculum, and the rules that give it a signal.
 

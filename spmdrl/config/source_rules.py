@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from spmdrl.config.algorithm import OTHER_SOURCES, Algorithm, SourceAlgorithm, override_problems
 from spmdrl.config.base import is_set, problems, rule
 from spmdrl.config.data import CurriculumConfig, FileData, FileSettings, HeldOutPromptsConfig, ReasoningGymData
 from spmdrl.config.distill import REFERENCE
 from spmdrl.config.rules import is_per_sequence
-from spmdrl.config.source_algorithm import OTHER_SOURCES, Algorithm, SourceAlgorithm, override_problems
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import NO_TEACHER
 

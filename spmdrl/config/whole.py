@@ -6,7 +6,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from spmdrl.config.algorithm import AdvantageConfig, CorrectionConfig, LossConfig, MismatchConfig
+from spmdrl.config.algorithm import (
+    OTHER_SOURCES,
+    AdvantageConfig,
+    Algorithm,
+    CorrectionConfig,
+    LossConfig,
+    MismatchConfig,
+)
 from spmdrl.config.base import Section
 from spmdrl.config.data import (
     AnswersConfig,
@@ -35,7 +42,6 @@ from spmdrl.config.run import (
     RunConfig,
     WatchdogConfig,
 )
-from spmdrl.config.source_algorithm import OTHER_SOURCES, Algorithm
 
 
 class Config(Section):

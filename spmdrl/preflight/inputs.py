@@ -111,12 +111,12 @@ def open_inputs(
     found = _Findings()
     for problems in (
         _time_problems,
-        _optimizer_problems,
+        lambda cfg: optimizer_problems(cfg.optim),
         _loss_problems,
         _attention_problems,
         _folder_problems,
         _reward_file_problems,
-        _sink_problems,
+        lambda cfg: sink_problems(cfg.report.sinks.by_kind),
         _curriculum_problems,
         _engine_class_problems,
     ):
@@ -124,15 +124,17 @@ def open_inputs(
     found.ask(plan_problems, cfg, num_ranks)
     policy = found.get(_open_policy, cfg)
     critic = found.get(_open_critic, cfg, policy)
-    plan = found.get(_open_plan, cfg, num_ranks, policy)
-    tokenizer = found.get(_open_tokenizer, cfg, policy)
+    plan = found.get(
+        lambda model: with_costs(plan_run(cfg, num_ranks=num_ranks), cfg.pack, cfg.model, model.config), policy
+    )
+    tokenizer = found.get(lambda _: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code), policy)
     others = [found.get(open_frozen, *one) for one in (found.get(frozen_directories, cfg) or {}).items()]
     scorers = {place: found.get(open_reward_model, cfg, place) for place in found.get(model_terms, cfg) or ()}
     readers = {place: found.get(open_reward_tokenizer, model) for place, model in scorers.items()}
     beside = [*others, *scorers.values()]
     for model in (policy, critic, *beside) if critic and critic.cfg.path != cfg.model.path else (policy, *beside):
         found.ask(_weight_problems, model, model is policy)
-    found.ask(_adapter_problems, cfg, policy)
+    found.ask(lambda model: adapter_problems(model.config, model.cfg, cfg.lora), policy)
     found.ask(_head_problems, policy)
     found.ask(_vision_problems, cfg, policy)
     found.ask(_routing_problems, cfg, policy)
@@ -142,10 +144,10 @@ def open_inputs(
         found.ask(frozen_problems, cfg, policy, model, tokenizer)
     for model in (policy, critic, *others):
         found.ask(_length_problems, plan, model)
-        found.ask(_parallel_problems, cfg, model)
+        found.ask(lambda one: parallel_model_problems(one.config, one.cfg, cfg.parallel), model)
         found.ask(_vocabulary_problems, tokenizer, model)
     for place, model in scorers.items():
-        found.ask(_parallel_problems, cfg, model)
+        found.ask(lambda one: parallel_model_problems(one.config, one.cfg, cfg.parallel), model)
         found.ask(_vocabulary_problems, readers[place], model)
     found.ask(_judged_problems, plan, policy)
     found.ask(_rotary_problems, cfg, plan, policy)
@@ -232,14 +234,6 @@ def _open_critic(cfg: Config | TuningConfig, policy: OpenedModel) -> OpenedModel
         return None
     config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
     return OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, drops_head=True)
-
-
-def _open_plan(cfg: Config | TuningConfig, num_ranks: int, policy: OpenedModel) -> Plan:
-    return with_costs(plan_run(cfg, num_ranks=num_ranks), cfg.pack, cfg.model, policy.config)
-
-
-def _open_tokenizer(cfg: Config | TuningConfig, policy: OpenedModel) -> PreTrainedTokenizerBase:
-    return load_tokenizer(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
 
 
 def _open_images(cfg: Config | TuningConfig, policy: OpenedModel, tokenizer: PreTrainedTokenizerBase) -> ImageIntake:
@@ -386,20 +380,12 @@ def _time_problems(cfg: Config | TuningConfig) -> Iterator[str]:
         yield f"run.stop_before = {end.isoformat(timespec='minutes')} is in the past; set it later, or remove it"
 
 
-def _optimizer_problems(cfg: Config | TuningConfig) -> Iterator[str]:
-    return optimizer_problems(cfg.optim)
-
-
 def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     tried: list[object] = []
     for one in map(cfg.under, cfg.algorithms) if isinstance(cfg, Config) else ():
         yield from () if one.loss in tried else policy_loss_problems(one)
         yield from () if (one.advantage, one.loss) in tried else advantage_problems(one)
         tried += [one.loss, (one.advantage, one.loss)]
-
-
-def _sink_problems(cfg: Config | TuningConfig) -> Iterator[str]:
-    return sink_problems(cfg.report.sinks.by_kind)
 
 
 def _curriculum_problems(cfg: Config | TuningConfig) -> Iterator[str]:
@@ -487,14 +473,6 @@ def _tree_problems(cfg: Config | TuningConfig, plan: Plan, model: OpenedModel) -
         distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
         hint = distill.max_hint_tokens if distill is not None and distill.hints else 0
         yield from tree_problems(model.config, plan.max_sequence_tokens + hint)
-
-
-def _parallel_problems(cfg: Config | TuningConfig, model: OpenedModel) -> Iterator[str]:
-    return parallel_model_problems(model.config, model.cfg, cfg.parallel)
-
-
-def _adapter_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
-    return adapter_problems(policy.config, policy.cfg, cfg.lora)
 
 
 def _head_problems(policy: OpenedModel) -> Iterator[str]:
