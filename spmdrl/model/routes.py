@@ -30,6 +30,7 @@ class Routers:
         self._biases = [_bias_of(router) for router, _ in _routers(model)]
         self._choices = [_watched(router, num_experts) for router, num_experts in _routers(model)]
         assert self._choices, "the model has no experts"
+        self.watches_scores = False
 
     @property
     def num_layers(self) -> int:
@@ -46,7 +47,8 @@ class Routers:
         own. Where an expert is FREE, the router chooses."""
         for layer, choice in enumerate(self._choices):
             choice.given = None if routes is None else routes[:, layer]
-            choice.taken = choice.differing = choice.logits = choice.gates = None
+            choice.taken = choice.differing = None
+            choice.watch_scores(wanted=self.watches_scores)
 
     @property
     def taken(self) -> Tensor:
@@ -55,13 +57,7 @@ class Routers:
 
     def watch_scores(self) -> None:
         """Have forward passes leave what routers say of all experts, for `imbalance`."""
-        for choice in self._choices:
-            choice.keeps_scores = True
-
-    @property
-    def watches_scores(self) -> bool:
-        """True when forward passes leave what routers say of all experts."""
-        return self._choices[0].keeps_scores
+        self.watches_scores = True
 
     def sequence_loads(self, rows: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
         """Count the tokens of each of S sequences that each expert had in the last forward pass among these rows [N],
@@ -73,9 +69,15 @@ class Routers:
         return loads.index_put_(places, torch.ones((), device=rows.device), accumulate=True)
 
     def imbalance(self, rows: Tensor, sequences: Tensor, loads: Tensor) -> Tensor:
-        """Return `expert_imbalance` of each of these rows, for loads [S, L, E]: [N] float32, the mean over layers."""
+        """Return `expert_imbalance` of each of these rows, for loads [S, L, E]: [N] float32, the mean over layers.
+
+        Scores are then dropped, which would otherwise stay on the device until the next forward pass.
+        """
         by_layer = zip(self._choices, loads.unbind(1), strict=True)
-        return torch.stack([expert_imbalance(one.shares(rows), sequences, load) for one, load in by_layer]).mean(0)
+        found = [expert_imbalance(one.shares(rows), sequences, load) for one, load in by_layer]
+        for choice in self._choices:
+            choice.watch_scores(wanted=False)
+        return torch.stack(found).mean(0)
 
     def loads(self, rows: Tensor) -> Tensor | None:
         """Count the tokens that each expert had in the last forward pass among these rows [N]: [L, E] float32; None
@@ -115,13 +117,17 @@ class _Choice(TorchFunctionMode):
         self.given: Tensor | None = None  # [T, k]
         self.taken: Tensor | None = None  # [T, k] int16
         self.differing: Tensor | None = None  # [T] float32
-        self.keeps_scores = False
+        self.watch_scores(wanted=False)
+
+    def watch_scores(self, *, wanted: bool) -> None:
+        """Forget the scores of the forward pass before, and note those of the next one or not."""
+        self._notes = wanted
         self.logits: Tensor | None = None  # [T, E]
         self.gates: Tensor | None = None  # [T, E]: their sigmoids, where the router takes them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.keeps_scores:
+        if self._notes:
             self._note(func, result)
         if func not in (torch.topk, Tensor.topk):
             return result

@@ -141,8 +141,9 @@ def environment(item: RewardItem) -> float:
     return item.environment_reward
 
 
-# What announces the final answer to a multiple choice, the surest form first. A letter is one that no other follows.
-_LETTER = r"[*_\s]*\(?([A-Za-z])\)?(?![A-Za-z'])"
+# What announces the final answer to a multiple choice, the surest form first. A letter is one that no other follows,
+# and an "a" before a word is an article.
+_LETTER = r"[*_\s]*\(?([A-Za-z])(?!(?<=(?-i:a))\s+\w)\)?(?![A-Za-z'])"
 _CHOSEN = [
     re.compile(form, re.IGNORECASE)
     for form in (

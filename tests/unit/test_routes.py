@@ -367,6 +367,7 @@ def test_a_loss_evens_the_loads_of_experts(tmp_path: Path) -> None:
             torch.testing.assert_close(objective.loss_sum, 0.5 * outputs.expert_imbalance[micro_batch.loss_mask].sum())
             evenness.append(float(entropies(outputs.expert_loads).mean()))
             gradients = torch.autograd.grad(objective.loss_sum, gates)
+            assert all(one.logits is None for one in policy.routers._choices), "nothing stays where an engine samples"
             with torch.no_grad():
                 for gate, gradient in zip(gates, gradients, strict=True):
                     gate -= 0.02 * gradient / gradient.norm()
