@@ -72,6 +72,7 @@ class Decoder:
     rotary_width: int | None = None  # of all rotary embeddings; None: head_width
     own_inputs: int = 0  # values of a layer's own input
     latent_width: int = 0  # of what latent attention projects queries and keys to, and norms
+    router_width: int = 0  # experts, over all layers
     passed_keys: int | None = None  # elements of the keys that layers hand to others; None: values have no norms either
 
     @property

@@ -50,6 +50,7 @@ PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
 _FLOAT32 = 4
 _CANDIDATE = 8 + 6 * _FLOAT32  # its number, z, log-probability, share, probability and two gradients
+_SCORE = 4 * _FLOAT32  # of an expert: what its router says, its sigmoid, its share and its load
 _TOP_TOKEN = 8 + _FLOAT32  # its number and its log-probability
 
 
@@ -398,8 +399,11 @@ def _tower_in_backward(cfg: Config | TuningConfig, rank: Rank, settings: Activat
 
 def _logits(cfg: Config | TuningConfig, rank: Rank) -> int:
     distill, num_tokens = _distill(cfg), micro_batch_tokens(cfg, rank.run)
-    num_candidates = num_tokens * ((cfg.rollout.top_k or 0) if isinstance(cfg, Config) else 0)
-    return num_candidates * _CANDIDATE + logits_bytes(
+    others = 0
+    if isinstance(cfg, Config):
+        others += (cfg.rollout.top_k or 0) * _CANDIDATE
+        others += rank.decoder.router_width * _SCORE * any(one.loss.expert_balance_coef for one in cfg.algorithms)
+    return num_tokens * others + logits_bytes(
         rank.decoder,
         num_tokens=num_tokens,
         chunk_tokens=cfg.model.logits_chunk_tokens,

@@ -346,6 +346,7 @@ def decoder_of(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Decoder:
         mlp_width=expert_width * num_chosen or mlp_width,
         experts_per_token=num_chosen,
         shared_width=_width_beside_experts(shapes) if num_chosen else 0,
+        router_width=sum({name.rpartition(".")[0]: shapes[name][0] for name in expert_names(in_text)}.values()),
         latent_width=sum(_first_width(config, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
         own_inputs=getattr(config, "hidden_size_per_layer_input", None) or 0,
         passed_keys=sum(number * size for number, size in set(cached.values())) if passes_keys else None,

@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
+from spmdrl.memory.phases import _SCORE
 from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Pair
 from spmdrl.model.policy import Policy
+from spmdrl.model.routes import Routers
 from spmdrl.preflight.forecast import decoder_of
 from spmdrl.types import MicroBatch
 from tests.helpers import kernels_on_cpu
@@ -150,6 +152,22 @@ def test_what_is_kept_is_what_the_formula_says(model: str, dtype: torch.dtype) -
         predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=sum(seqlens))
         assert 0.85 < predicted / measured < 1.15, (level, every_layers)
         del scores
+
+
+def test_a_loss_of_balance_takes_less_than_the_planner_says() -> None:
+    for level in ("none", "full"):
+        policy = policy_of(level, **MODELS["experts"] | {"num_experts": 64})
+        policy.routers, kept = Routers(policy.model), []
+        for _ in range(2):
+            with Watch() as watch:
+                scores = policy(tokens(100, 60, 40))
+                kept.append(watch.live_bytes)
+            del scores
+            policy.routers.watch_scores()
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
+        predicted = 200 * decoder_of(policy.model.config, shapes).router_width * _SCORE
+        assert policy.routers.num_layers * 64 == decoder_of(policy.model.config, shapes).router_width
+        assert predicted / 3 < kept[1] - kept[0] < predicted
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
