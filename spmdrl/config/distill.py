@@ -53,6 +53,9 @@ Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
 REFERENCE = "reference"
 
 
+FEEDBACK = "feedback"  # the hint_column of what an environment said of the attempt
+
+
 def _with_hint(template: str) -> str:
     if sorted(re.findall(r"\{[^{}]*\}|[{}]", template)) != ["{hint}", "{question}"]:
         raise ValueError("must hold {hint} and {question} once each, and no other braces")
@@ -70,7 +73,8 @@ class TeacherConfig(Section):
     """What is computed from its distributions. Unset: the `divergence` of `[distill]`."""
     hint_column: str | None = None
     """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
-    answer. Unset: it sees what the policy sees."""
+    answer. With an [environment] only `feedback`: what that said last in the episode, after the last response. Unset:
+    it sees what the policy sees."""
 
 
 class DistillConfig(Section):
@@ -81,9 +85,11 @@ class DistillConfig(Section):
     hint_column: str | None = None
     """`hint_column` of the only teacher."""
     hint_template: Annotated[str, AfterValidator(_with_hint)] = "{hint}\n\n{question}"
-    """The prompt of a teacher that sees hints; of a chat, its last message. `{question}` is the policy's own."""
+    """The prompt of a teacher that sees hints; of a chat, its last message. `{question}` is the policy's own. Feedback
+    of an environment is a message before the conversation, in which `{question}` is empty."""
     max_hint_tokens: Count = 1024
-    """Most tokens by which a prompt with its hint may be longer than `data.max_prompt_tokens`."""
+    """Most tokens by which a prompt with its hint may be longer than `data.max_prompt_tokens`; of feedback, most
+    tokens."""
     divergence: Literal["sampled_kl", "reverse", "forward", "jsd"] = "reverse"
     """`sampled_kl`: log p(token) - log teacher(token) of each sampled token is taken off its advantage. The others are
     losses over the whole vocabulary: `reverse` is KL(policy || teacher), `forward` KL(teacher || policy), `jsd` the

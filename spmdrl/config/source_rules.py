@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from spmdrl.config.algorithm import OTHER_SOURCES, Algorithm, SourceAlgorithm, override_problems
 from spmdrl.config.base import is_set, problems, rule
 from spmdrl.config.data import CurriculumConfig, FileData, FileSettings, HeldOutPromptsConfig, ReasoningGymData
-from spmdrl.config.distill import REFERENCE
+from spmdrl.config.distill import FEEDBACK, REFERENCE
 from spmdrl.config.rules import is_per_sequence
 from spmdrl.config.whole import Config, SftConfig
 from spmdrl.types import NO_TEACHER
@@ -257,8 +257,18 @@ def hints_take_the_place_of_prompts(cfg: Config | SftConfig) -> Iterator[str]:
             f"distill.hint_column gives teachers longer prompts, and parallel.cp = {cfg.parallel.cp} would cut them "
             "elsewhere than the policy's; set cp = 1"
         )
-    if isinstance(cfg, Config) and cfg.environment is not None:
-        yield "distill.hint_column has no place in the turns of an [environment]; remove one of them"
+    has_environment = isinstance(cfg, Config) and cfg.environment is not None
+    for column in sorted({one.hint_column for one in cfg.distill.by_place if one.hint_column is not None}):
+        if has_environment and column != FEEDBACK:
+            yield (
+                f'distill.hint_column = "{column}" has no place in the turns of an [environment]; set "{FEEDBACK}", '
+                "which is what the environment said last, or remove one of them"
+            )
+        if not has_environment and column == FEEDBACK:
+            yield (
+                f'distill.hint_column = "{FEEDBACK}" is what an [environment] says of an attempt, and there is none; '
+                "set one, or name a column of the data that is called otherwise"
+            )
 
 
 @rule(Config, SftConfig)

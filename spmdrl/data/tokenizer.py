@@ -270,16 +270,26 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return plain.encode(marked, mark)
 
 
+def encode_message(tokenizer: PreTrainedTokenizerBase, text: str, *, chat_template: ChatTemplate) -> tuple[int, ...]:
+    """Return the tokens of a user's message with which a conversation begins; without a template, those of the text."""
+    if not uses_template(tokenizer, chat_template):
+        return encode_text(tokenizer, text)
+    return _templated(tokenizer, [{"role": "user", "content": text.strip()}], (), None, generation_prompt=False)[0]
+
+
 def _templated(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     tools: Sequence[dict[str, Any]],
     place: Placeholder | None,
+    *,
+    generation_prompt: bool = True,
 ) -> tuple[tuple[int, ...], str]:
     """Return the token ids of messages under the chat template, and their text."""
     plain, shown_tools = plain_text_of(tokenizer), json.dumps(list(tools), ensure_ascii=False)
     mark = next(free_characters(str(tokenizer.chat_template), shown_tools, *texts_in(messages)))
-    text = unescaped(_prompt_text(tokenizer, [plain.marked(one, mark) for one in messages], tools), [mark])
+    marked = [plain.marked(one, mark) for one in messages]
+    text = unescaped(_prompt_text(tokenizer, marked, tools, generation_prompt), [mark])
     if place is None:
         return plain.encode(text, mark), text.replace(mark, "")
     token_ids = plain.encode(with_places(text, messages, place), mark)
@@ -377,9 +387,11 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
+def _prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]], generation_prompt: bool
+) -> str:
     try:
-        return render(tokenizer, messages, tools=tools)
+        return render(tokenizer, messages, tools=tools, generation_prompt=generation_prompt)
     except TemplateRefusal as error:
         raise UserError(f"the tokenizer's chat template refuses the prompt: {error}") from error
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -31,16 +31,13 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos, with_block_hashes
 from spmdrl.dist.mesh import Meshes
+from spmdrl.step.hints import NO_LESSONS, Label
 from spmdrl.step.rewards import turn_spans
 from spmdrl.step.units import Packed, pack_over_places
 from spmdrl.types import (
-    NO_HINT,
-    NO_TEACHER,
     PADDING_INDEX,
-    Hint,
     MicroBatch,
     MiniBatch,
-    Prompt,
     RewardedRollout,
     Rollout,
     Sequence,
@@ -78,7 +75,7 @@ class Batch:
 def to_sequences(
     rewarded: Iterable[RewardedRollout],
     mesh: DeviceMesh,
-    label: Callable[[Prompt], tuple[int, Hint]] = lambda _: (NO_TEACHER, NO_HINT),
+    label: Label = NO_LESSONS,
     *,
     turn_weight: float = 0.0,
     needs_routes: bool = False,
@@ -88,7 +85,7 @@ def to_sequences(
     """Convert this rank's rollouts; every rank of the mesh must call this.
 
     `turn_weight` is what the rewards that an environment gives for turns count in a rollout's reward, `label` gives
-    the place of a prompt's teacher, and what that reads, and `algorithms` that of its algorithm, by its task; others
+    the place of a rollout's teacher, and what that reads, and `algorithms` that of its algorithm, by its task; others
     have the first. Sequences have routes where they are needed, and candidates where they were reported. Raises
     TrainingDiverged on all ranks when an engine has reported a log-probability that is not finite to one, and UserError
     when routes or candidates are missing that are needed.
@@ -133,12 +130,12 @@ def _sequences_of(
     rewarded: RewardedRollout,
     turn_weight: float,
     needs: tuple[bool, bool],
-    label: Callable[[Prompt], tuple[int, Hint]],
+    label: Label,
 ) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained; it `needs`
     routes and candidates or not."""
     rollout, earned, (needs_routes, needs_candidates) = rewarded.rollout, 0.0, needs
-    teacher, hint = label(rollout.prompt)
+    teacher, hint = label(rollout.prompt, rollout.feedback)
     _require_finite_logprobs(rollout)
     if rewarded.outcome.failure is not None:  # the reward is 0, and so are its parts
         turn_weight = 0.0

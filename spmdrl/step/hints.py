@@ -1,13 +1,15 @@
-"""Prompts with hints: a teacher may see a hint or a demonstration from a column of the data, and the policy does not.
+"""Prompts with hints: a teacher may see a hint or a demonstration from a column of the data, or an environment's
+feedback to the attempt, and the policy does not.
 
 The teacher reads another prompt before the same response. In the policy's micro-batch the prompt of each sequence is
-replaced, and what the teacher says of the responses' tokens is moved back to their places.
+replaced, and what the teacher says of the responses' tokens is moved back to their places. Feedback of an environment
+is a message of its own before the conversation.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.prefix_tree import prefix_tree
 from spmdrl.config import DistillConfig, PromptsConfig
+from spmdrl.config.distill import FEEDBACK
 from spmdrl.conversation import as_text
-from spmdrl.data.tokenizer import encode_prompt
+from spmdrl.data.tokenizer import encode_message, encode_prompt
 from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, UserError
+
+# From a prompt, and what the environment said of the attempt, to the place of the teacher and the hint that this sees.
+Label = Callable[[Prompt, str | None], tuple[int, Hint]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +35,32 @@ class Lessons:
     data: PromptsConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None  # needed where a teacher sees hints
 
-    def __call__(self, prompt: Prompt) -> tuple[int, Hint]:
+    def __call__(self, prompt: Prompt, feedback: str | None = None) -> tuple[int, Hint]:
         """Return the place of the prompt's teacher, or NO_TEACHER, and the hint that this sees.
 
-        Raises UserError for a prompt without its hint, or with one that is too long.
+        Nobody teaches an attempt of which the environment said nothing, where that is the hint. Raises UserError for a
+        prompt without its hint, or with one that is too long.
         """
         place = NO_TEACHER if self.distill is None else self.distill.teacher_of(prompt.task)
         if self.distill is None or place == NO_TEACHER or (column := self.distill.by_place[place].hint_column) is None:
             return place, NO_HINT
-        return place, Hint(len(prompt.token_ids), self._hinted(prompt, column))
+        if column != FEEDBACK:
+            return place, Hint(len(prompt.token_ids), self._hinted(prompt, column))
+        return (NO_TEACHER, NO_HINT) if feedback is None else (place, self._before(prompt, feedback))
+
+    def _before(self, prompt: Prompt, feedback: str) -> Hint:
+        """Return the feedback as the message before the conversation, which begins a text only once."""
+        assert self.distill is not None and self.data is not None and self.tokenizer is not None
+        text = self.distill.hint_template.format(hint=feedback, question="")
+        token_ids = encode_message(self.tokenizer, text, chat_template=self.data.chat_template)
+        if len(token_ids) > self.distill.max_hint_tokens:
+            raise UserError(
+                f"what the environment said of an attempt at the prompt {prompt.text[-60:]!r} has {len(token_ids)} "
+                f"tokens, more than distill.max_hint_tokens = {self.distill.max_hint_tokens}; raise it, or have the "
+                "environment say less"
+            )
+        begins = token_ids[0] == prompt.token_ids[0] == self.tokenizer.bos_token_id
+        return Hint(int(begins), token_ids)
 
     def _hinted(self, prompt: Prompt, column: str) -> tuple[int, ...]:
         assert self.distill is not None and self.data is not None and self.tokenizer is not None
@@ -66,6 +89,9 @@ class Lessons:
                 f"distill.max_hint_tokens = {most}; raise the latter, or shorten the hint"
             )
         return token_ids
+
+
+NO_LESSONS = Lessons()
 
 
 def hinted(micro_batch: MicroBatch) -> MicroBatch:

@@ -30,13 +30,12 @@ from spmdrl.model.frozen import Follower, FrozenModel
 from spmdrl.model.policy import Policy, Teaching
 from spmdrl.run import Run
 from spmdrl.step.batch import Batch
-from spmdrl.step.hints import Lessons, hinted, unhinted
+from spmdrl.step.hints import NO_LESSONS, Label, Lessons, hinted, unhinted
 from spmdrl.step.images import Images
-from spmdrl.types import Hint, MicroBatch, Prompt, TopTokens, TrainingDiverged
+from spmdrl.types import MicroBatch, TopTokens, TrainingDiverged
 
 Look = Callable[[list[MicroBatch]], tuple[list[MicroBatch], Metrics]]
 
-NO_LESSONS = Lessons()
 NO_LOOK: Mapping[str, Look] = MappingProxyType({})
 _OWN = {"lagged": "the policy some steps ago", "average": "the moving average of the policy"}
 
@@ -49,7 +48,7 @@ class FrozenModels:
         policy: Policy,
         frozen: Mapping[str, FrozenModel],
         distill: DistillConfig | None,
-        label: Callable[[Prompt], tuple[int, Hint]] = NO_LESSONS,
+        label: Label = NO_LESSONS,
         followers: Mapping[str, Follower] = NO_FOLLOWERS,
         look: Mapping[str, Look] = NO_LOOK,
     ) -> None:

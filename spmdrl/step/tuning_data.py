@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,11 @@ from spmdrl.model.sharding import reshard
 from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation
+from spmdrl.step.hints import Label
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import Forward, add_columns
-from spmdrl.types import Hint, Prompt, UserError
 from spmdrl.types import Sequence as TrainingSequence
+from spmdrl.types import UserError
 
 
 class PairEncoder:
@@ -110,16 +111,14 @@ def answer_limit(cfg: SftConfig, encode: PairEncoder, images: ImageIntake) -> An
     return AnswerLimit(num_tokens, most, setting, holds_for_held_out=False)
 
 
-def read_pairs(
-    run: Launch[SftConfig], encode: PairEncoder, step: int, label: Callable[[Prompt], tuple[int, Hint]]
-) -> list[TrainingSequence]:
+def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int, label: Label) -> list[TrainingSequence]:
     """Return this rank's pairs of a step, with the teachers that `label` gives their prompts; every rank that trains
     must call this, and all raise what one does."""
     first, rank = run.plan.first_rollout(run.world.rank), run.world.rank
     with raise_on_all_ranks(run.meshes.training):
         pairs = run.inputs.prompts.pairs(run.plan.first_prompt(step, rank), run.plan.prompts_per_rank)
         sequences = [encode(pair, index) for index, pair in enumerate(pairs, start=first)]
-        labels = [label(pair.prompt) for pair in pairs]
+        labels = [label(pair.prompt, None) for pair in pairs]
         return [
             dataclasses.replace(sequence, teacher=teacher, hint=hint)
             for sequence, (teacher, hint) in zip(sequences, labels, strict=True)

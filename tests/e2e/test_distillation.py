@@ -12,6 +12,7 @@ import pytest
 from spmdrl import sft
 from spmdrl.tools import replay
 from spmdrl.tools.tiny_model import save_tiny_model
+from tests.helpers import hints
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -88,6 +89,21 @@ def test_the_policy_learns_from_itself_with_the_answer_before_it(folder: Path, d
     teacher = ['models={self={weights="policy"}}', 'distill={teacher="self",hint_column="answer",max_hint_tokens=8}']
     launch(folder, 2, "run.name=hinted", "run.num_steps=2", *teacher)
     assert all(row["distill/reverse_nats"] > 0 for row in rows(folder / "runs/hinted"))
+
+
+def test_the_policy_learns_from_what_its_environment_said(folder: Path, distilled: Path) -> None:
+    overrides = [
+        'models={self={weights="policy"}}',
+        'distill={teacher="self",hint_column="feedback",max_hint_tokens=8,hint_template="{hint}{question}"}',
+        f'environment={{max_turns=4,source={{kind="class",name="{hints.__file__}:Hints"}}}}',
+        f"rollout.stop_token_ids={hints.TABLES['rollout']['stop_token_ids']}",
+        "rollout.max_response_tokens=40",
+        'reward.terms=[{kind="environment"}]',
+    ]
+    launch(folder, 2, "run.name=feedback", "run.num_steps=2", *overrides)
+    for row in rows(folder / "runs/feedback"):
+        assert row["distill/feedback_fraction"] == 1.0 - row["rollout/truncated_fraction"] > 0.0
+        assert row["distill/reverse_nats"] > 0.0 and row["update/grad_norm"] > 0.0
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from spmdrl.config import Config, DistillConfig, ModelConfig, OtherModelConfig, SftConfig, TeacherConfig
+from spmdrl.conversation import Observation
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
@@ -26,13 +28,14 @@ from spmdrl.model.frozen import Follower
 from spmdrl.preflight.checks import OpenedModel, _image_problem, first_difference, frozen_problems, top_token_problems
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.preflight.inputs import open_inputs
-from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end
+from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end, to_sequences
 from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
-from spmdrl.types import NO_TEACHER, Hint, Prompt, UserError
+from spmdrl.types import NO_TEACHER, Hint, Prompt, Response, RewardedRollout, RewardOutcome, Span, Trajectory, UserError
 from tests.helpers.configs import minimal_config, plan_for
 from tests.helpers.models import QWEN3, save_qwen3
+from tests.helpers.rollouts import one_turn
 from tests.helpers.sequences import random_sequences
 from tests.helpers.vision import save_processor
 from tests.helpers.vision_models import save_qwen3_vl, save_qwen3_vl_moe
@@ -138,6 +141,35 @@ def test_a_teacher_sees_the_hint_in_its_prompt_and_the_policy_does_not() -> None
         [messages[0], {"role": "user", "content": "count\n\n1+1="}], add_generation_prompt=True, tokenize=False
     )
     assert tuple(chat.encode(text, add_special_tokens=False)) == told.token_ids
+
+
+def test_a_teacher_sees_what_the_environment_said_of_the_attempt() -> None:
+    data = minimal_config(data={"max_prompt_tokens": 16}).data
+    distill = DistillConfig(teacher="t", hint_column="feedback", hint_template="It said: {hint}\n{question}")
+    alone: Any = SimpleNamespace(size=lambda: 1)  # the mesh of one rank
+    said = Observation(messages=({"role": "user", "content": "no: 3"},), done=True)
+    response = Response(token_ids=(8, 9), logprobs=(0.0, 0.0), finish_reason="stop", spans=(Span(0, 2),))
+    cut = one_turn(prompt(), response)
+    only = replace(cut.turns[0], observation=said)
+    answered = replace(cut, trajectories=(Trajectory(turns=(only,)),))
+    for chat in (False, True):
+        tokenizer = character_tokenizer(chat=chat)
+        label = Lessons(distill, data, tokenizer)
+        outcome = RewardOutcome(reward=0.0, parts={})
+        rewarded = [RewardedRollout(index=n, rollout=one, outcome=outcome) for n, one in enumerate((answered, cut))]
+        told, cut_short = to_sequences(rewarded, alone, label)
+        text = "It said: no: 3"
+        shown = [{"role": "user", "content": text}]
+        expected = tokenizer.apply_chat_template(shown, tokenize=False) if chat else f"{text}\n"
+        assert (told.teacher, cut_short.teacher, cut_short.hint) == (0, NO_TEACHER, Hint())
+        assert told.hint == Hint(0, tuple(tokenizer.encode(expected, add_special_tokens=False)))
+        seen = hinted(lay_end_to_end([told], {}))
+        assert tuple(seen.token_ids.tolist()) == told.hint.token_ids + told.token_ids
+        tokenizer.bos_token_id = told.hint.token_ids[0]
+        begun = prompt(token_ids=(tokenizer.bos_token_id, 6))
+        assert label(begun, "no: 3")[1] == Hint(1, told.hint.token_ids), "a text begins once"
+        with pytest.raises(UserError, match=r"more than distill.max_hint_tokens = 1024"):
+            label(prompt(), "x" * 2000)
 
 
 def test_values_of_a_hinted_micro_batch_go_back_to_their_tokens() -> None:
