@@ -324,13 +324,6 @@ class Rollout:
         return tuple(observation for observation in said if observation is not None)
 
     @property
-    def feedback(self) -> str | None:
-        """The text of what the environment said after the last response; None where it said nothing."""
-        last = self.trajectories[-1].turns[-1].observation
-        text = "\n".join(as_text(message["content"]) for message in last.messages) if last is not None else ""
-        return text if text.strip() else None
-
-    @property
     def environment_reward(self) -> float:
         """The sum of what the environment gave for each turn and to each role."""
         answers = [turn.observation for turn in self.turns if turn.observation is not None]

@@ -31,7 +31,7 @@ from spmdrl.config.plan import Plan
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.dist.exchange import SequenceInfo, exchange, gather_infos, with_block_hashes
 from spmdrl.dist.mesh import Meshes
-from spmdrl.step.hints import NO_LESSONS, Label
+from spmdrl.step.hints import NO_LESSONS, Label, feedback_of
 from spmdrl.step.rewards import turn_spans
 from spmdrl.step.units import Packed, pack_over_places
 from spmdrl.types import (
@@ -135,7 +135,7 @@ def _sequences_of(
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained; it `needs`
     routes and candidates or not."""
     rollout, earned, (needs_routes, needs_candidates) = rewarded.rollout, 0.0, needs
-    teacher, hint = label(rollout.prompt, rollout.feedback)
+    teacher, hint = label(rollout.prompt, feedback_of(rollout))
     _require_finite_logprobs(rollout)
     if rewarded.outcome.failure is not None:  # the reward is 0, and so are its parts
         turn_weight = 0.0

@@ -21,10 +21,17 @@ from spmdrl.config import DistillConfig, PromptsConfig
 from spmdrl.config.distill import FEEDBACK
 from spmdrl.conversation import as_text
 from spmdrl.data.tokenizer import encode_message, encode_prompt
-from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, UserError
+from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, Rollout, UserError
 
 # From a prompt, and what the environment said of the attempt, to the place of the teacher and the hint that this sees.
 Label = Callable[[Prompt, str | None], tuple[int, Hint]]
+
+
+def feedback_of(rollout: Rollout) -> str | None:
+    """Return the text of what the environment said after the last response; None where it said nothing."""
+    last = rollout.turns[-1].observation
+    text = "\n".join(as_text(message["content"]) for message in last.messages) if last is not None else ""
+    return text if text.strip() else None
 
 
 @dataclass(frozen=True, slots=True)

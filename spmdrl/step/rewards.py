@@ -19,6 +19,7 @@ from spmdrl.config import Config, RewardConfig
 from spmdrl.config.distill import FEEDBACK
 from spmdrl.conversation import Observation
 from spmdrl.dist.collectives import sum_over
+from spmdrl.step.hints import feedback_of
 from spmdrl.step.samples import cached_fraction, episode_metrics
 from spmdrl.types import (
     MicroBatch,
@@ -228,7 +229,7 @@ def step_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
     """Metrics of this rank's rollouts and rewards, and of the terms of rewards."""
     metrics = rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
     if cfg.distill is not None and any(one.hint_column == FEEDBACK for one in cfg.distill.by_place):
-        metrics["distill/feedback_fraction"] = Mean.of(float(r.rollout.feedback is not None) for r in rewarded)
+        metrics["distill/feedback_fraction"] = Mean.of(float(feedback_of(r.rollout) is not None) for r in rewarded)
     return metrics
 
 
