@@ -81,6 +81,14 @@ def test_every_part_of_every_phase() -> None:
     assert [name for name, phase in phases.items() if "unused blocks" in phase.elsewhere] == ["forward-backward"]
 
 
+def test_models_that_compute_one_after_the_other_need_the_memory_of_one() -> None:
+    several = {"updates_per_step": 2}
+    alone, beside = (
+        phases_of(minimal_config(loss=several | more))["logprobs"].device for more in ({}, {"kl_coef": 0.1})
+    )
+    assert alone["activations and logits"] == beside["activations and logits"] > 0
+
+
 def test_the_cache_of_a_model_with_states() -> None:
     """Keys and values for every token of the layers that attend, and one state for each of the others."""
     hybrid = Qwen3_5TextConfig(**(SIZES | GATED_DELTA_NET | {"architectures": ["Qwen3_5ForCausalLM"]}))
