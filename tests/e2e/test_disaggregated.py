@@ -86,6 +86,18 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
             assert "time/sampling_s" in other
 
 
+@pytest.mark.slow
+def test_evaluations_beside_rollouts_are_those_of_the_colocated_run(folder: Path, alone: Path) -> None:
+    name = "beside"
+    launch(folder, 2, f"run.name={name}", *APART, IN_STEP, "rollout.num_ranks=1", "run.deterministic=false")
+    assert tokens(folder / "runs" / name) == tokens(alone)
+    evaluated = [[row for row in rows(run) if "eval/reward" in row] for run in (alone, folder / "runs" / name)]
+    assert [row["step"] for row in evaluated[0]] == [row["step"] for row in evaluated[1]] == [0, 2, 4]
+    for one, other in zip(*evaluated, strict=True):
+        for metric in ("eval/reward", "eval/accuracy", "eval/response_tokens"):
+            assert one[metric] == other[metric]
+
+
 def test_a_step_ahead(folder: Path) -> None:
     settings = ("run.name=ahead", *APART, "rollout.num_ranks=1", "run.num_steps=4")
     launch(folder, 2, *settings)
