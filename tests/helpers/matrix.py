@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from spmdrl.config import PackConfig
 from spmdrl.dist.session import spmd_session
@@ -49,10 +51,26 @@ def _outcomes(trials: Sequence[Trial], batch: list[Tokens]) -> list[CaseResult |
         return found
 
 
-def outcomes(trials: Sequence[Trial], *, num_sequences: int) -> list[CaseResult]:
+def with_random_candidates(batch: list[Tokens], width: int) -> list[Tokens]:
+    """Sequences as if top-k and top-p had left up to `width` tokens for each that is trained; a third has none."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for place, sequence in enumerate(batch):
+        tokens = torch.tensor(sequence.token_ids)
+        others = (
+            torch.rand(len(tokens), VOCABULARY, generator=draw).scatter_(1, tokens[:, None], 1.0).topk(width).indices
+        )
+        others[:, 1:][torch.rand(len(tokens), width - 1, generator=draw) < 0.3] = -1
+        others[~torch.tensor(sequence.loss_mask)] = -1
+        found.append(replace(sequence, candidates=others.int()) if place % 3 else sequence)
+    return found
+
+
+def outcomes(trials: Sequence[Trial], *, num_sequences: int, num_candidates: int = 0) -> list[CaseResult]:
     """Train each trial; all must have one number of ranks, and share their processes and their process group."""
     (num_ranks,) = {trial.case.num_ranks for trial in trials}
     batch = random_batch(vocabulary=VOCABULARY, num_sequences=num_sequences, max_tokens=40)
+    batch = with_random_candidates(batch, num_candidates) if num_candidates else batch
     first, *_ = run_ranks(num_ranks, _outcomes, trials, batch, timeout_s=240)
     return first
 
@@ -63,13 +81,16 @@ def by_reward(path: str, more: Mapping[str, Any] = MappingProxyType({}), **model
     return Settings(model=model_config(path, **model), pack=PACK, learning=learning)
 
 
-def matrix(settings: Settings, wanted: Callable[[Case], bool]) -> dict[str, tuple[Case, CaseResult]]:
+def matrix(
+    settings: Settings, wanted: Callable[[Case], bool], num_candidates: int = 0
+) -> dict[str, tuple[Case, CaseResult]]:
     """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
     every = [ONE_RANK, *filter(wanted, cases(settings))]
     found = {}
     for num_ranks in sorted({case.num_ranks for case in every}):
         some = [case for case in every if case.num_ranks == num_ranks]
-        results = outcomes([Trial(settings, case) for case in some], num_sequences=24)
+        trials = [Trial(settings, case) for case in some]
+        results = outcomes(trials, num_sequences=24, num_candidates=num_candidates)
         found |= {case.name: (case, result) for case, result in zip(some, results, strict=True)}
     return found
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import LoraConfig, ParallelConfig
-from spmdrl.tools.parity_cases import Case, CaseResult, Imitation, Settings, plain_logprobs, random_batch
+from spmdrl.tools.parity_cases import ONE_RANK, Case, CaseResult, Imitation, Settings, plain_logprobs, random_batch
 from tests.helpers.adapters import token_mean_loss
 from tests.helpers.configs import model_config
 from tests.helpers.matrix import PACK, VOCABULARY, Trial, by_reward, matrix, outcomes, require_close, require_same
@@ -172,6 +172,18 @@ def test_imitation_on_one_rank_is_that_of_transformers(alone: Get, settings_of: 
 def test_every_layout_of_a_dense_model_gives_what_one_rank_gives(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path, vocab_size=VOCABULARY)
     require_same(matrix(by_reward(path), lambda case: case.parallel.ep == 1))
+
+
+@pytest.mark.slow
+def test_training_under_top_k_gives_what_one_rank_gives(tmp_path: Path) -> None:
+    """Where the vocabulary and the tokens of a micro-batch are split, and where they are cut into other pieces."""
+    settings = by_reward(save_qwen3(tmp_path, vocab_size=VOCABULARY))
+    wanted = ("dp 2", "tp 2", "cp 2", "one micro-batch")
+    found = matrix(settings, lambda case: case.name in wanted, num_candidates=6)
+    assert {*wanted} <= found.keys()
+    require_same(found)
+    (plain,) = outcomes([Trial(settings)], num_sequences=24)
+    assert plain.loss != found[ONE_RANK.name][1].loss
 
 
 @pytest.mark.slow
