@@ -50,7 +50,7 @@ LEVELS = {
 # Their numbers depend on which kernels the processor gets.
 _UNIT = (
     *("attention", "block_attention", "checkpointing", "collect", "compiled", "correction", "engine_adapters", "fused"),
-    *("gated_delta", "head_rows", "invariant", "kept_weights", "linear", "logprobs", "one_token", "processor"),
+    *("gated_delta", "head_rows", "invariant", "linear", "logprobs", "one_token", "processor", "unused_weights"),
     *("sglang_operators", "torch_engine", "trunk"),
 )
 FILES = (*(f"unit/test_{name}.py" for name in _UNIT), "spmd/test_parity.py", "spmd/test_true_on_policy.py")

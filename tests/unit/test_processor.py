@@ -75,6 +75,7 @@ def test_what_lowers_instructions_is_another_processor_to_the_calibration(
 
 def test_torch_and_onednn_are_lowered_to_the_level_of_this_run() -> None:
     """`make test-levels` sets one."""
+    assert all((levels.ROOT / "tests" / file).is_file() for file in levels.FILES)
     is_exact = torch.bfloat16 in levels.exact_dtypes()
     assert is_exact <= torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if lowered := os.environ.get("ATEN_CPU_CAPABILITY"):
