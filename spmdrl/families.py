@@ -65,7 +65,7 @@ class ModelFamily:
     has_dense_decoder: bool = False
     # model/recurrent.py: it has gated delta nets, with projections in one weight or in several.
     delta_net: Literal["fused", "separate"] | None = None
-    # model/mamba2.py: it has layers of Mamba 2.
+    # model/recurrent.py: it has layers of Mamba 2.
     mamba2: Mamba2 | None = None
     # model/recurrent.py: it has convolutions in the place of attention.
     has_short_convs: bool = False

@@ -6,7 +6,7 @@
     RowCache       cache.py       keys, values and recurrent states, a row for each running request
     RowSampling    sampling.py    temperature, top-p and noise of each row
     AdapterBank    adapters.py    LoRA adapters of several versions, each row with those of its request
-    ImageFeatures  images.py      what the model's tower makes of images
+    ImageFeatures  cache.py       what the model's tower makes of images
 
 It starts in a second and runs wherever torch does. Other engines are tested against it.
 """

@@ -5,7 +5,7 @@ which every rank holds whole, outside FSDP. What the optimizer sees is one param
 rows are dealt out to the ranks that train. Gradients are summed over them once an update, each rank steps its own rows,
 and the rows are gathered again. The base keeps its own names; switched off, adapters do nothing at all.
 
-Adapters may begin at a start that is not 0 (`init.py`), which is then subtracted from what they add. It lies in a
+Adapters may begin at a start that is not 0 (`policy.py`), which is then subtracted from what they add. It lies in a
 memory of its own, whole on every rank, and what is trained are differences from it. Everyone else (files, engines,
 merged weights) sees plain adapters of twice the rank.
 """
