@@ -40,6 +40,7 @@ from spmdrl.tools.program import option, program
 from spmdrl.types import Request, Response, UserError
 
 MAX_BODY_BYTES = 16 * 2**20
+MOST_CHOICES = 128  # of one call, as OpenAI's
 USUAL_TOKENS = 16  # of a completion that names no limit, as OpenAI's
 FORMS: Mapping[str, CallForm] = {
     "/v1/chat/completions": ChatForm(),
@@ -113,8 +114,8 @@ class Served:
         count = 1
         if isinstance(form, ChatForm) and not body.get("stream"):  # its form knows one choice
             count, body = body.get("n") or 1, body | {"n": 1}
-            if not isinstance(count, int) or count < 1:
-                raise CallError(f"n must be a whole number of at least 1, not {count!r}")
+            if not isinstance(count, int) or not 1 <= count <= MOST_CHOICES:
+                raise CallError(f"n must be a whole number from 1 to {MOST_CHOICES}, not {count!r}")
         call, number = form.read(body), next(self.numbers)
         try:
             prompt, _ = encode_prompt(
@@ -144,8 +145,8 @@ class Served:
             raise CallError("stream = true is not supported for completions; leave it out")
         limit, top, count = body.get("max_tokens", USUAL_TOKENS), body.get("logprobs"), body.get("n", 1)
         whole = (limit, 0 if top is None else top, count)
-        if not all(isinstance(one, int) and one >= 0 for one in whole) or count < 1:
-            raise CallError("max_tokens, logprobs and n must be whole numbers, and n at least 1")
+        if not all(isinstance(one, int) and one >= 0 for one in whole) or not 1 <= count <= MOST_CHOICES:
+            raise CallError(f"max_tokens, logprobs and n must be whole numbers, and n from 1 to {MOST_CHOICES}")
         if not isinstance(stop := body.get("stop") or [], str | list) or not all(isinstance(one, str) for one in stop):
             raise CallError("stop must be a text or a list of texts")
         asked = [prompt for prompt in self._prompts(body.get("prompt", "")) for _ in range(count)]

@@ -138,6 +138,8 @@ def test_other_forms_say_the_same_greedy_answer(url: str, client: OpenAI) -> Non
         ("/v1/completions", {"prompt": TEXT, "stream": True}, "stream = true is not supported for completions"),
         ("/v1/completions", {"prompt": TEXT, "stop": [1]}, "stop must be a text or a list of texts"),
         ("/v1/completions", {"prompt": TEXT, "logprobs": [1]}, "logprobs and n must be whole numbers"),
+        ("/v1/completions", {"prompt": TEXT, "n": 129}, "n from 1 to 128"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 129}, "from 1 to 128, not 129"),
         ("/v1/completions", {"prompt": TEXT, "seed": 0.5}, "seed must be a whole number"),
         ("/v1/chat/completions", {"messages": []}, "the conversation has no message"),
         ("/v1/messages", {"messages": [{"role": "system", "content": "x"}]}, "one of the roles user, assistant"),
