@@ -432,6 +432,15 @@ def merged_belongs_to_adapters(cfg: Config | TuningConfig) -> Iterator[str]:
 
 
 @rule(Config, TuningConfig)
+def export_dtype_is_that_of_a_whole_model(cfg: Config | TuningConfig) -> Iterator[str]:
+    if cfg.lora is not None and not cfg.export.merged and cfg.export.dtype != "auto":
+        yield (
+            f'export.dtype = "{cfg.export.dtype}" is that of a whole model, and export.merged = false leaves only '
+            "adapters, which are float32; remove one of them"
+        )
+
+
+@rule(Config, TuningConfig)
 def adapters_freeze_the_whole_model(cfg: Config | TuningConfig) -> Iterator[str]:
     if cfg.lora is not None and cfg.model.freeze is not None:
         yield "model.freeze has no meaning with [lora], under which only adapters are trained; remove one of them"

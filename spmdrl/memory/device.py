@@ -20,6 +20,7 @@ GIB = 2**30
 STATE_BLOCK_BYTES = 2**28  # weights whose optimizer state is on the device together, when it lives on the host
 EXPORT_BUCKET_BYTES = 2**28  # weights that an export gathers together
 EXPORT_FILE_BYTES = 2**30  # about one exported file; a rank holds one that it fills and one that it writes
+EXPORT_SLAB_BYTES = 2**27  # of the numbers that an export writes in few bits together
 _FLOAT32 = 4
 
 

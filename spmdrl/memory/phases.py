@@ -25,6 +25,7 @@ from spmdrl.memory.buckets import bucket_bytes
 from spmdrl.memory.device import (
     EXPORT_BUCKET_BYTES,
     EXPORT_FILE_BYTES,
+    EXPORT_SLAB_BYTES,
     GIB,
     STATE_BLOCK_BYTES,
     MemoryPlan,
@@ -77,11 +78,14 @@ def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]
         PhaseMemory.of("save", trainer, host, beside),
     ]
     if cfg.export.merged and (cfg.export.at_end or cfg.export.every):
-        whole = rank.size.whole * rank.compute_bytes
-        bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=rank.compute_bytes)
+        per_weight = {"auto": rank.compute_bytes, "source": rank.file_bytes, "float32": _FLOAT32}
+        exported_bytes = per_weight.get(cfg.export.dtype, 2)
+        whole = rank.size.whole * exported_bytes
+        bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=exported_bytes)
         ranks = copy_ranks(cfg, rank.run)
         merging = rank.size.largest_weight * _FLOAT32 if cfg.lora else 0
-        gathered = bucket + staging_bytes(bucket, num_ranks=ranks) + merging
+        encoding = EXPORT_SLAB_BYTES + rank.size.largest_weight if cfg.export.dtype == "source" else 0
+        gathered = bucket + staging_bytes(bucket, num_ranks=ranks) + merging + encoding
         num_files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
         buffered = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)
         files = {"exported files": buffered}

@@ -69,6 +69,32 @@ def dequantized(
     return _times(part.float(), scales.float(), first, block)
 
 
+# Writing again what came with scales. Parts begin where blocks do.
+
+
+def compared(part: Tensor, given: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return, for each block of bfloat16 numbers, True when its given scale does not express them exactly in float8 of
+    `dtype`; and the largest magnitudes."""
+    differs = dequantized(cast(part, given, block, dtype), given, (0, 0), block).bfloat16() != part
+    maxima = _in_blocks(part, (0, 0), block).abs().amax((-3, -1)).float()
+    return _in_blocks(differs, (0, 0), block).any(-1).any(-2), maxima
+
+
+def scales_again(
+    is_changed: Tensor, maxima: Tensor, given: Tensor, dtype: torch.dtype, *, powers_of_two: bool
+) -> Tensor:
+    """Return the given scales, in their dtype, with those of changed blocks made of the blocks' largest magnitudes."""
+    made = maxima.clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
+    if powers_of_two:
+        made = made.log2().ceil().exp2()
+    return torch.where(is_changed, made.to(given.dtype).float(), given.float()).to(given.dtype)
+
+
+def cast(part: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the numbers of float8 nearest to a part, each divided by the scale of its block."""
+    return _times(part.float(), 1 / scales.float(), (0, 0), block).to(dtype)
+
+
 def as_numbers(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Replace e4m3 tensors and their scales by the weights of `dtype` that they stand for; others stay."""
     return {

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.model.few_bits import StoredWeight, as_numbers, method_of, quantization_of
+from spmdrl.model.few_bits import StoredFormat, StoredWeight, as_numbers, method_of, quantization_of
 from spmdrl.types import UserError
 
 # Files of tensors that all who may read other files here may read: safetensors allows it to their owner only.
@@ -64,6 +64,11 @@ def stored_weights(path: str | Path) -> dict[str, StoredWeight]:
     Nothing but the heads of files is read before a weight is. Raises UserError, OSError and SafetensorError.
     """
     return dict(as_numbers(_heads(Path(path)), quantization_of(path)))
+
+
+def stored_format(path: str | Path) -> StoredFormat:
+    """Return the format in which a model directory has its weights. Raises as `stored_weights` does."""
+    return StoredFormat(_heads(Path(path)), quantization_of(path))
 
 
 def _heads(folder: Path) -> dict[str, StoredWeight]:
@@ -249,10 +254,16 @@ def _is_left_out(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
 
 
-def read_unused(names: Iterable[str], path: str) -> dict[str, Tensor]:
-    """Read such weights, into host memory."""
-    weights = stored_weights(path)
-    return {name: weights[name][...] for name in names}
+def unused_parts(
+    model: PreTrainedModel, path: str, as_stored: StoredFormat | None = None
+) -> Mapping[str, StoredWeight]:
+    """Return such weights by name; or what files in the format `as_stored` have of them, with scales of activations."""
+    names = unused_names(model, path)
+    if as_stored is not None:
+        parts = {part: stored for name in names for part, stored in as_stored.parts_of(name).items()}
+        return parts | as_stored.of_activations()
+    weights = stored_weights(path) if names else {}
+    return {name: weights[name] for name in names}
 
 
 def unused_line(names: Sequence[str]) -> str | None:
@@ -272,5 +283,6 @@ def few_bits_line(path: str) -> str | None:
         return None
     return (
         f"the weights of model.path are stored in few bits ({method_of(quantization)}) and read as the bfloat16 "
-        "numbers that they stand for; what is trained, sampled with and exported is whole"
+        "numbers that they stand for; what is trained and sampled with is whole, and so are exports unless "
+        'export.dtype = "source"'
     )

@@ -6,8 +6,9 @@ Weights in e4m3, with scales for blocks, are made of the shards that ranks hold 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
 from spmdrl.refit.bucket import Bucket, Naming, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.types import UserError
+
+DtypeOf = Callable[[Iterable[str], torch.dtype], torch.dtype]  # of tensors by name, given that of most
 
 
 class Gatherer:
@@ -44,9 +47,11 @@ class Gatherer:
         naming: Naming,
         merge: bool = False,
         quantize: bool = False,
+        dtype_of: DtypeOf = lambda _, dtype: dtype,
     ) -> None:
         """`merge` adds what adapters change, in float32, to each weight once it is whole. `quantize` gathers
-        projections in e4m3, each followed by the scales of its blocks."""
+        projections in e4m3, each followed by the scales of its blocks. `dtype_of` gives parameters another dtype, by
+        the names of the parts that they are sent as."""
         self._policy, self._model = policy, policy.model
         self._mesh = mesh
         self._change_of = policy.change_of if merge else lambda _: None
@@ -57,7 +62,8 @@ class Gatherer:
         self._owners = {name: _owner(self._model, name) for name in tensors}
         layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}
         self._quantized = {name: layer for name, layer in layers.items() if tensors[name] is layer.weight}
-        plain = [_weight(policy, name, x, dtype, naming, mesh.size()) for name, x in tensors.items()]
+        to_send = partial(_weight, policy, dtype=dtype, dtype_of=dtype_of, naming=naming, num_ranks=mesh.size())
+        plain = [to_send(name, tensor) for name, tensor in tensors.items()]
         weights = [part for weight in plain for part in self._as_sent(weight, naming, quantize=quantize)]
         self._quantizer = Quantizer(mesh, dtype=dtype)
         frozen = _staying(policy, tensors, merge=merge)
@@ -210,14 +216,22 @@ def _slots(bucket: Bucket) -> tuple[dict[Weight, tuple[int, int]], int]:
 
 
 def _weight(
-    policy: PackedModel, name: str, tensor: Tensor, dtype: torch.dtype, naming: Naming, num_ranks: int
+    policy: PackedModel,
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype,
+    dtype_of: DtypeOf,
+    naming: Naming,
+    num_ranks: int,
 ) -> Weight:
-    sent_dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype  # buffers keep their dtype
     sent_as: tuple[tuple[str, torch.Size], ...] = ((name, tensor.shape),)
     if naming == "checkpoint":
-        on_meta = torch.empty(tensor.shape, dtype=sent_dtype, device="meta")
+        on_meta = torch.empty(tensor.shape, device="meta")
         parts = _as_in_files(policy.model, name, on_meta)
         sent_as = tuple((part, value.shape) for part, value in parts.items())
+    is_buffer = not isinstance(tensor, nn.Parameter)  # these keep their dtype
+    sent_dtype = tensor.dtype if is_buffer else dtype_of([part for part, _ in sent_as], dtype)
     return Weight(name, tensor.shape, sent_dtype, splits_of(tensor, num_ranks=num_ranks), sent_as)
 
 

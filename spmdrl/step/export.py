@@ -1,4 +1,4 @@
-"""Export the policy as a Hugging Face directory, in the dtype that the engine sampled with."""
+"""Export the policy as a Hugging Face directory, in a dtype or in the format of the model that it was loaded from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,12 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from spmdrl.config.strict import read_json
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
+from spmdrl.model.few_bits import StoredFormat
+from spmdrl.model.load import DTYPES
 from spmdrl.model.lora.peft import write_adapter
 from spmdrl.model.policy import PackedModel, RewardModel
-from spmdrl.model.weight_files import read_unused, unused_names, write_tensors
+from spmdrl.model.weight_files import stored_format, unused_parts, write_tensors
 from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.gather import Gatherer
 from spmdrl.types import UserError
@@ -43,6 +47,18 @@ def refuse_overwriting(model_path: str, destination: Path) -> None:
         )
 
 
+class Written(TypedDict):
+    """In which dtype or format an export is written; see `export_hf`."""
+
+    dtype: torch.dtype
+    as_source: bool
+
+
+def written_as(setting: str, sampled: torch.dtype) -> Written:
+    """Return what `export.dtype` means in a run that samples with the dtype `sampled`."""
+    return {"dtype": DTYPES.get(setting, sampled), "as_source": setting == "source"}
+
+
 def export_hf(
     policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -50,11 +66,12 @@ def export_hf(
     meshes: Meshes,
     *,
     dtype: torch.dtype,
+    as_source: bool = False,
     bucket_bytes: int = EXPORT_BUCKET_BYTES,
     file_bytes: int = EXPORT_FILE_BYTES,
 ) -> None:
     """Write config, tokenizer, processor and safetensors weights in `dtype`, adapters merged into their base; every
-    rank that trains must call this.
+    rank that trains must call this. `as_source` writes each weight that the model's own files have in their format.
 
     The files are dealt out to the ranks that hold one copy of the model; none ever has all of it. The directory
     appears whole or not at all; one that was there before is replaced.
@@ -63,22 +80,32 @@ def export_hf(
     # The ranks of the first copy write, which begin the order of the ranks that train.
     writes = meshes.training.get_local_rank() < ranks.size()
     with _appearing_whole(destination, meshes) as unfinished:
-        gatherer = Gatherer(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes, naming="checkpoint", merge=True)
         source = policy.model.name_or_path
-        files, unused = list(_files(gatherer.buckets, file_bytes)), unused_names(policy.model, source)
+        stored = stored_format(source) if as_source else StoredFormat({}, None)
+        gatherer = Gatherer(
+            policy,
+            ranks,
+            dtype=dtype,
+            dtype_of=stored.widest,
+            bucket_bytes=bucket_bytes,
+            naming="checkpoint",
+            merge=True,
+        )
+        files = list(_files(gatherer.buckets, file_bytes))
+        unused = unused_parts(policy.model, source, stored if as_source else None)
         names = _file_names(len(files) + bool(unused))
         mine = range(ranks.get_local_rank(), len(files), ranks.size()) if writes else range(0)
-        _write_weights(gatherer, files, [unfinished / name for name in names[: len(files)]], mine)
+        _write_weights(gatherer, stored, files, [unfinished / name for name in names[: len(files)]], mine)
         if meshes.training.get_local_rank() == 0:
-            sizes = {
-                name: {entry.name: entry.num_bytes for bucket in buckets for entry in bucket.flat_entries}
-                for name, buckets in zip(names, files, strict=False)
-            }
+            sizes: dict[str, dict[str, int]] = {name: {} for name in names}
+            for name, buckets in zip(names, files, strict=False):
+                for entry in itertools.chain.from_iterable(bucket.flat_entries for bucket in buckets):
+                    sizes[name] |= stored.num_bytes(entry.name, entry.shape, entry.dtype)
             if unused:
-                tensors = read_unused(unused, source)
+                tensors = {name: weight[...] for name, weight in unused.items()}
                 write_tensors(unfinished / names[-1], tensors, {"format": "pt"})
                 sizes[names[-1]] = {name: tensor.nbytes for name, tensor in tensors.items()}
-            _write_the_rest(policy, tokenizer, unfinished, dtype, sizes)
+            _write_the_rest(policy, tokenizer, unfinished, None if as_source else dtype, sizes)
 
 
 def export_adapter(policy: PackedModel, destination: Path, meshes: Meshes) -> None:
@@ -126,16 +153,24 @@ def _file_names(count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_weights(gatherer: Gatherer, files: Sequence[Sequence[Bucket]], paths: Sequence[Path], mine: range) -> None:
-    """Gather every file's tensors with the other ranks and write those of `mine`, while the next ones are gathered."""
+def _write_weights(
+    gatherer: Gatherer,
+    stored: StoredFormat,
+    files: Sequence[Sequence[Bucket]],
+    paths: Sequence[Path],
+    mine: range,
+) -> None:
+    """Gather every file's tensors with the other ranks and write those of `mine` in the format `stored`, while the next
+    ones are gathered."""
     gathered = gatherer.whole_tensors()
     written: Future[None] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="export") as writer:
         for number, (buckets, path) in enumerate(zip(files, paths, strict=True)):
             tensors: dict[str, Tensor] = {}
             for bucket in itertools.islice(gathered, len(buckets)):
-                if number in mine:
-                    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+                for name, whole in bucket if number in mine else ():
+                    made = stored.encoded(name, whole)
+                    tensors |= {part: tensor.to("cpu", copy=True) for part, tensor in made.items()}
             if tensors:
                 if written:
                     written.result()
@@ -148,14 +183,18 @@ def _write_the_rest(
     policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     files: dict[str, dict[str, int]],
 ) -> None:
     """Write config, tokenizer, processor, the model's own code if it has any, and the index of tensors by file;
-    `files` are the bytes of each tensor in them."""
+    `files` are the bytes of each tensor in them. Without a `dtype` the config says of them what the model's own says.
+    """
     model = policy.model
     config = copy.deepcopy(model.config)
-    config.dtype = dtype  # of the files, not of the master weights
+    if dtype is None:
+        _describe_as_source(config, Path(model.name_or_path))
+    else:
+        config.dtype = dtype  # of the files, not of the master weights
     if isinstance(policy, RewardModel):
         # transformers reads the score at the last token that is not padding: the one that ends an answer must be none.
         # Without padding it takes one sequence at a time, and reads its last token.
@@ -177,3 +216,14 @@ def _write_the_rest(
             "weight_map": {tensor: name for name, sizes in files.items() for tensor in sizes},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _describe_as_source(config: Any, source: Path) -> None:
+    """Take what the config.json of the model that the weights came from says of their dtype and quantization."""
+    said = read_json(source / "config.json", dict[str, Any])
+    for part, of_part in ((config, said), (config.get_text_config(), said.get("text_config"))):
+        if of_part is not None:
+            dtype = of_part.get("dtype", of_part.get("torch_dtype"))
+            part.dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else None
+            if quantization := of_part.get("quantization_config"):
+                part.quantization_config = quantization

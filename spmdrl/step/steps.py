@@ -24,7 +24,7 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.sampler import Sampler
 from spmdrl.run import Launch, SettingsT
 from spmdrl.step.evaluate import Evaluation, eval_metrics
-from spmdrl.step.export import export_adapter, export_hf
+from spmdrl.step.export import export_adapter, export_hf, written_as
 from spmdrl.step.handover import Handover, NoHandover
 from spmdrl.step.samples import gather_answers
 from spmdrl.types import StopRequested
@@ -223,7 +223,8 @@ class Steps(Generic[SettingsT]):
         with self._handover.training(), run.report.span("export"):
             export_adapter(self._policy, adapter, run.meshes)
             if run.cfg.export.merged:
-                export_hf(self._policy, run.inputs.tokenizer, model, run.meshes, dtype=run.dtype)
+                written = written_as(run.cfg.export.dtype, run.dtype)
+                export_hf(self._policy, run.inputs.tokenizer, model, run.meshes, **written)
 
     def _report_memory(self) -> None:
         if edges := self._handover.take_edges():

@@ -34,7 +34,7 @@ from spmdrl.report.console import format_number
 from spmdrl.report.run_folder import RunFolder, read_steps
 from spmdrl.report.series import History
 from spmdrl.run import open_run, owning
-from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting
+from spmdrl.step.export import export_adapter, export_hf, refuse_overwriting, written_as
 from spmdrl.tools.program import option, program
 from spmdrl.types import UserError
 
@@ -163,7 +163,8 @@ def export_checkpoint(
         if adapter:
             export_adapter(policy, destination, ranks.meshes)
         else:
-            export_hf(policy, tokenizer, destination, ranks.meshes, dtype=DTYPES[dtype or _dtype_of_run(cfg, folder)])
+            written = written_as(dtype or cfg.export.dtype, DTYPES[_dtype_of_run(cfg, folder)])
+            export_hf(policy, tokenizer, destination, ranks.meshes, **written)
         if ranks.world.is_main and folder.metrics.is_file():
             (destination / "README.md").write_text(model_card(run, step=step), encoding="utf-8")
     return destination
@@ -199,7 +200,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--step", type=option(NonNegativeInt), help="of the checkpoint; else the newest")
     parser.add_argument("--to", type=Path, help="directory to write; else RUN/hf- or RUN/adapter- and the step")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of the files; else the one that the run sampled with")
+    parser.add_argument(
+        "--dtype", choices=["auto", *DTYPES, "source"], help="of the files, as export.dtype; else that of the run"
+    )
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as a PEFT directory")
     parser.add_argument(
         "--push", metavar="ORGANISATION/NAME", help="send it to this repository of the hub, with its card"

@@ -7,10 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl import sft
+from spmdrl.model.few_bits import quantization_of
+from spmdrl.model.load import load_plain
+from spmdrl.model.weight_files import stored_format, stored_weights
 from spmdrl.tools.tiny_model import character_tokenizer
+from tests.helpers.configs import model_config
 from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import save_other, save_qwen3_next
 from tests.helpers.ranks import run_ranks
@@ -63,7 +68,19 @@ def test_fine_tuning_learns_what_is_written(folder: Path) -> None:
     source = {"kind": "jsonl", "path": f"{folder}/sft.jsonl", "answer_column": "", "response_column": "response"}
     run = {"name": "sft", "num_steps": MORE_STEPS, "deterministic": True, "threads_per_rank": 1}
     sizes = {"sequences_per_step": 16, "max_response_tokens": 6}
-    path = write_sft_config(folder, name="sft.toml", run=run, data={"sources": [source]}, sft=sizes)
+    tables = {"data": {"sources": [source]}, "sft": sizes, "export": {"dtype": "source"}}
+    path = write_sft_config(folder, name="sft.toml", run=run, **tables)
     assert set(run_ranks(2, without_curves, sft.main, [str(path)], timeout_s=250.0)) == {0}
     found = [row["update/loss"] for row in rows(folder / "runs/sft")]
     assert len(found) == MORE_STEPS and found[-1] < 0.7 * found[0], found
+    hf = folder / "runs/sft/hf"
+    (model, exported) = (stored_format(path) for path in (folder / "model", hf))
+    names = stored_weights(hf).keys()
+    assert names == stored_weights(folder / "model").keys()
+    for name in names:
+        dtypes = [
+            {part: stored.get_dtype() for part, stored in one.parts_of(name).items()} for one in (model, exported)
+        ]
+        assert dtypes[0] == dtypes[1]
+    assert quantization_of(hf) == quantization_of(folder / "model")
+    load_plain(model_config(str(hf)), torch.float32)

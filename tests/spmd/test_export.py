@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
 
 SIZES = {"bucket_bytes": 2**12, "file_bytes": 2**14}
-Job = tuple[str, Path, dict[str, Any], torch.dtype, dict[str, int]]  # model, destination, parallel, dtype, sizes
+SOURCE = {"as_source": True}
+Job = tuple[str, Path, dict[str, Any], torch.dtype, dict[str, Any]]  # model, destination, parallel, dtype, sizes
 
 
 def _export(jobs: list[Job]) -> None:
@@ -58,6 +60,23 @@ def _with_more_layers(path: Path) -> str:
     return str(path)
 
 
+def _in_bfloat16(path: Path) -> str:
+    """A model in bfloat16 but for a norm."""
+    file = Path(save_qwen3(path), "model.safetensors")
+    mixed = {name: x.float() if name == "model.norm.weight" else x.bfloat16() for name, x in load_file(file).items()}
+    save_file(mixed, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return str(path)
+
+
+def _with_scales_of_activations(path: Path) -> str:
+    file = Path(save_deepseek_in_fp8(path), "model.safetensors")
+    more = {"model.layers.0.self_attn.o_proj.activation_scale": torch.tensor(0.5)}
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    return str(path)
+
+
 CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "fsdp": (save_qwen3, {}),
     "hsdp": (partial(save_qwen3, **longrope(20, num_factors=8)), {"dp_replicate": 2}),
@@ -67,9 +86,11 @@ CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "tower": (save_gemma3_vl, {}),
     "more-layers": (_with_more_layers, {}),
     "mxfp4": (save_gpt_oss_in_mxfp4, {}),
-    "fp8": (save_deepseek_in_fp8, {}),
+    "fp8": (_with_scales_of_activations, {}),
+    "bfloat16": (_in_bfloat16, {}),
 }
 FEW_BITS = ("mxfp4", "fp8")
+AS_SOURCE = (*FEW_BITS, "bfloat16", "more-layers")
 if HAS_EXPERT_PLANS:
     CASES["experts"] = (partial(save_qwen3_moe, vocab_size=64, num_experts=4), {"tp": 2, "ep": 2})
 PROCESSOR = "preprocessor_config.json"
@@ -86,7 +107,10 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if name in FEW_BITS:
             dequantize(folder / name / "model", folder / name / "whole")
         jobs.append((model, folder / name / "hf", parallel, torch.float32, SIZES))
-    run_ranks(request.param, _export, jobs)
+    again = [job for job in jobs if job[1].parent.name in AS_SOURCE]
+    for ranks in (1, request.param):
+        others = [(job[0], job[1].with_name(f"of {ranks}"), {}, torch.float16, SIZES | SOURCE) for job in again]
+        run_ranks(ranks, _export, others + (jobs if ranks > 1 else []))
     return folder
 
 
@@ -105,6 +129,27 @@ def test_the_files_are_those_the_model_came_from(exported: Path, name: str) -> N
     assert (hf / PROCESSOR).read_text() == (model / PROCESSOR).read_text()
     assert len(list(hf.glob("*.safetensors"))) > 1, "dealt out to the ranks"
     assert not hf.with_suffix(".unfinished").exists()
+
+
+@pytest.mark.parametrize("name", AS_SOURCE)
+def test_what_was_not_trained_is_written_as_it_came(exported: Path, name: str) -> None:
+    model, (one, more) = exported / name / "model", sorted((exported / name).glob("of *"))
+    expected, found = _files(model), _files(one)
+    assert found.keys() == expected.keys()
+    assert {key: (x.dtype, x.shape) for key, x in found.items()} == {
+        key: (x.dtype, x.shape) for key, x in expected.items()
+    }
+    for key, tensor in expected.items():
+        assert torch.equal(found[key].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), key
+    assert {file.name: file.read_bytes() for file in one.iterdir()} == {
+        file.name: file.read_bytes() for file in more.iterdir()
+    }
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (model, one)]
+    for key in ("dtype", "quantization_config"):
+        assert configs[0].get(key) == configs[1].get(key)
+    index = json.loads((one / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:

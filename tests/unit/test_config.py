@@ -488,6 +488,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "a_quantized_base_is_not_divided": ('lora.base="nf4"', "parallel.tp=2"),
     "a_quantized_base_does_not_sleep": ('lora.base="nf4"', 'offload.trainer="all"'),
     "merged_belongs_to_adapters": ("export.merged=false",),
+    "export_dtype_is_that_of_a_whole_model": ("lora.rank=3", "export.merged=false", 'export.dtype="source"'),
     "adapters_freeze_the_whole_model": ("lora.rank=3", "model.freeze=[]"),
     "adapters_learn_at_one_rate": ("lora.rank=3", 'optim.rates={"layers.0.*"=0}'),
     "cp_style_needs_cp": ("parallel.cp_style=ulysses",),

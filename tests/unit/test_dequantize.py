@@ -1,7 +1,8 @@
-"""Checkpoints in MXFP4 and FP8, made whole: what transformers makes of them, and what is trained."""
+"""Checkpoints in MXFP4 and FP8, made whole: what transformers makes of them, what is trained, and written again."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from spmdrl.model import few_bits
 from spmdrl.model.load import load_model_config, load_plain
-from spmdrl.model.weight_files import stored_weights, weight_file_problems
+from spmdrl.model.weight_files import stored_format, stored_weights, weight_file_problems
 from spmdrl.tools.dequantize import main
 from tests.helpers.configs import model_config
-from tests.helpers.few_bits import in_fp8, published, save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
+from tests.helpers.few_bits import FP4, in_fp8, published, save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import save_llama
 
 
@@ -73,6 +76,82 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path: Path, save: Cal
         for start in (0, 3):
             part = tuple(slice(min(start, size - 1), max(1, size - 5)) for size in shape)
             assert torch.equal(weight[part], whole[part]), name
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+FORMATS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype, list[int]]] = {  # numbers, scales and their shape
+    "fp8": (BLOCKS, E4M3, torch.float32, [3, 2]),
+    "scales in bfloat16": (BLOCKS, E5M2, torch.bfloat16, [3, 2]),
+    "powers of two": (BLOCKS | {"scale_fmt": "ue8m0"}, E4M3, torch.float32, [3, 2]),
+    "bytes of exponents": (BLOCKS | {"scale_fmt": "ue8m0"}, E4M3, torch.float8_e8m0fnu, [3, 2]),
+    "one number": ({"quant_method": "fp8"}, E4M3, torch.float32, []),
+}
+
+
+def _again(path: Path, name: str, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Write other numbers of a weight into the files, twice; returns what they stand for, and what was written."""
+    for _ in range(2):
+        made = stored_format(path).encoded(name, numbers)
+        before = load_file(path / "model.safetensors")
+        save_file(before | made, path / "model.safetensors", {"format": "pt"})
+        numbers = stored_weights(path)[name][...]
+    assert all(
+        torch.equal(before[part].flatten().view(torch.uint8), made[part].flatten().view(torch.uint8)) for part in made
+    ), "a fixed point"
+    own, scales = made.values()
+    return numbers, own, scales
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("slab", [64, 2**22])
+def test_changed_numbers_become_the_nearest_of_float8(
+    tmp_path: Path, name: str, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_bits, "_SLAB", slab)
+    quantization, dtype, of_scales, shape = FORMATS[name]
+    scale = torch.full(shape, 0.25).to(of_scales)
+    stored = {"a.weight": (100 * torch.randn(40, 50)).to(dtype), "a.weight_scale_inv": scale}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    weight = stored_weights(tmp_path)["a.weight"][...]
+    weight[20:, :] *= torch.linspace(0.5, 900, 50)
+    found, codes, scales = _again(tmp_path, "a.weight", weight)
+    spread = scales.float().reshape([*shape] or [1, 1])
+    height, width = (16, 32) if shape else (40, 50)
+    spread = spread.repeat_interleave(height, 0).repeat_interleave(width, 1)[:40, :50]
+    if shape:
+        assert torch.equal(codes[:16].view(torch.uint8), stored["a.weight"][:16].view(torch.uint8)), (
+            "nobody changed these"
+        )
+        assert (scales.float()[0] == 0.25).all() and (scales.float()[2] > 0.25).all()
+    assert (codes.float().abs() <= torch.finfo(dtype).max).all()
+    every = torch.arange(256).to(torch.uint8).view(dtype).float()
+    nearest = (every[every.isfinite()] * spread.unsqueeze(-1) - weight.float().unsqueeze(-1)).abs().amin(-1)
+    assert torch.allclose((codes.float() * spread - weight.float()).abs(), nearest, rtol=0, atol=1e-6 * 900)
+    assert torch.equal(found, (codes.float() * spread).bfloat16())
+    if "scale_fmt" in quantization:
+        assert torch.equal(scales.float().log2(), scales.float().log2().round())
+
+
+@pytest.mark.parametrize("slab", [64, 2**22])
+def test_changed_numbers_become_the_nearest_of_4_bits(
+    tmp_path: Path, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_bits, "_SLAB", slab)
+    save_gpt_oss_in_mxfp4(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    weight = stored_weights(tmp_path)[name][...]
+    weight[1] *= torch.linspace(0.5, 9, weight.shape[2])
+    weight[2, :32] = 0
+    weight[3] += 0.01
+    before = load_file(tmp_path / "model.safetensors")
+    found, blocks, scales = _again(tmp_path, name, weight)
+    assert torch.equal(blocks[0], before[f"{name}_blocks"][0]), "nobody changed these"
+    spread = (scales.float() - 127).exp2().repeat_interleave(32, 2).transpose(1, 2)
+    nearest = (FP4 * spread.unsqueeze(-1) - weight.float().unsqueeze(-1)).abs().amin(-1)
+    assert torch.equal((found.float() - weight.float()).abs(), nearest)
+    assert (weight.float().abs() <= 6 * spread).all(), "none is cut off"
 
 
 def test_a_weight_without_its_scales_is_named_before_the_run(tmp_path: Path) -> None:
