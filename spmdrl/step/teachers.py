@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.metrics import Mean, Metrics
 from spmdrl.config import Config, DistillConfig, SftConfig
-from spmdrl.config.distill import REFERENCE
+from spmdrl.config.distill import FEEDBACK, REFERENCE
 from spmdrl.data.image_store import ImageStore
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
@@ -192,5 +192,6 @@ def teacher_lines(cfg: Config | SftConfig) -> Iterator[str]:
             else _OWN.get(model.weights or "", "the policy itself")
         )
         tasks = "all other data sources" if one.tasks is None else ", ".join(one.tasks)
-        sees = "" if one.hint_column is None else f', which sees the column "{one.hint_column}"'
+        said = "what the environment said" if one.hint_column == FEEDBACK else f'the column "{one.hint_column}"'
+        sees = "" if one.hint_column is None else f", which sees {said}"
         yield f"teacher {one.model} of {tasks}: {model.path or own}{sees}"

@@ -45,8 +45,12 @@ def released() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def shapes() -> Mapping[str, str]:
-    """Return the names in that table by those of model directories, such as `Qwen3-4B`."""
-    return {row["model"].rpartition("/")[2]: name for name, row in released().items()}
+    """Return the names in that table by those of model directories, such as `Qwen3-4B`; the first of a model is whole,
+    and others are its text model."""
+    found: dict[str, str] = {}
+    for name, row in released().items():
+        found.setdefault(row["model"].rpartition("/")[2], name)
+    return found
 
 
 def published_config(shape: str) -> Any:

@@ -69,6 +69,9 @@ def test_teachers_are_described_before_a_run() -> None:
         'teacher big of style: big, which sees the column "answer"',
         "teacher old of all other data sources: old",
     ]
+    environment = {"source": {"kind": "class", "name": "a.py:A"}}
+    (line,) = teacher_lines(config({"teacher": "big", "hint_column": "feedback"}, environment=environment))
+    assert line.endswith("big, which sees what the environment said")
     assert [*teacher_lines(minimal_config())] == []
 
 

@@ -321,6 +321,7 @@ def table_of_numbers(heading: str) -> dict[str, tuple[int, ...]]:
     """The rows of a table of the page whose cells after the first are numbers; others are left out."""
     section = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("| `")]
+    assert len({first for first, *_ in rows}) == len(rows), f"two rows of the table {heading} have one name"
     numbers = [[cell.strip().replace(",", "") for cell in rest] for _, *rest in rows]
     return {
         first.strip(" `"): tuple(int(cell) for cell in cells if cell.isdigit())

@@ -32,6 +32,7 @@ BILLIONS = {
     "Qwen3-235B-A22B": 235.1,
     "Qwen3-VL-4B-Instruct": 4.4,
     "Llama-3.1-8B": 8.0,
+    "gemma-4-31B-it": 31.3,
 }
 
 
