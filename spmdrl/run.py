@@ -225,7 +225,7 @@ def open_launch(
     An error while it is open is reported before anything is closed.
     """
     with (
-        RewardClient(cfg.reward, inputs.tokenizer, judged=folder.judged)
+        RewardClient(cfg.reward, inputs.tokenizer, judged=folder.judged, sets=cfg.set_rewards)
         if isinstance(cfg, Config)
         else nullcontext() as reward_client,
         open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,

@@ -89,7 +89,10 @@ def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -
 def _array(name: str, kinds: Sequence[type[Section]], described: dict[type[Section], str]) -> Iterator[str]:
     """Describe an array of tables, each of which has one of several kinds, or all the same settings."""
     if kinds[0] in described:
-        yield f"Each `[[{name}]]` has one of the kinds described under `[[{described[kinds[0]]}]]`.\n"
+        others = [kind for kind in kinds if kind not in described]
+        end = ", or:" if others else "."
+        yield f"Each `[[{name}]]` has one of the kinds described under `[[{described[kinds[0]]}]]`{end}\n"
+        yield from _kinds(f"[[{name}]]", name, others, described)
         return
     if "kind" in kinds[0].model_fields:
         yield from _kinds(f"[[{name}]]", name, kinds, described)

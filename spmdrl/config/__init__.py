@@ -28,6 +28,7 @@ from spmdrl.config.data import (
     PreferenceFile,
     PromptsConfig,
     ReasoningGymData,
+    SetData,
 )
 from spmdrl.config.distill import DistillConfig, OtherModelConfig, TeacherConfig
 from spmdrl.config.environment import EnvironmentConfig

@@ -21,6 +21,7 @@ from spmdrl.config.base import (
     rule,
     unused_settings,
 )
+from spmdrl.config.sets import GENERATED, known_sets, set_name
 
 # The table of a curriculum, and the rules that give it a signal.
 
@@ -156,10 +157,54 @@ class ReasoningGymData(Section):
     """Share of prompts from this source, relative to the other sources."""
 
 
+class SetData(Section):
+    kind: Literal["set"]
+    """An evaluation set by its name, in `[eval]` only. Its answers are rewarded by its own rule, and not by `[reward]`;
+    right are those with a reward of 1. See `docs/seeing.md`."""
+    name: Annotated[str, AfterValidator(set_name)]
+    """One of those that `spmdrl evaluate --set` knows, such as `math500`, or `reasoning_gym/TASK`."""
+    path: PathText | None = None
+    """Its file. Unset: in huggingface_hub's cache, as `config.toml` in the run's folder has it."""
+    weight: Positive = 1.0
+    """Share of prompts from this source, relative to the other sources, where `num_prompts` is set."""
+
+    @property
+    def is_generated(self) -> bool:
+        """True when it has no file."""
+        return self.name.startswith(GENERATED)
+
+    @property
+    def task(self) -> str:
+        """Its name in per-task metrics."""
+        return self.name.removeprefix(GENERATED)
+
+    @property
+    def rule(self) -> Literal["math", "reasoning_gym"]:
+        """The kind of the one reward of its answers."""
+        return "reasoning_gym" if self.is_generated else "math"
+
+    @property
+    def rows(self) -> FileData | ReasoningGymData:
+        """The source that has its rows."""
+        if self.is_generated:
+            return ReasoningGymData(kind="reasoning_gym", task=self.task)
+        found = known_sets()[self.name]
+        assert self.path is not None, "the start has found its file"
+        return FileData(
+            kind="jsonl" if self.path.endswith(".jsonl") else "parquet",
+            path=self.path,
+            prompt_column=found.prompt_column,
+            answer_column=found.answer_column,
+            answer_after=found.answer_after,
+            task=self.task,
+        )
+
+
 MAX_IMAGE_PIXELS = 2**26 + 2**24  # Pillow warns of more than 89 million
 
 ChatTemplate = Literal["auto", "never", "rendered"]
 DataSource = Annotated[FileData | ReasoningGymData, Field(discriminator="kind")]
+EvalSource = Annotated[FileData | ReasoningGymData | SetData, Field(discriminator="kind")]
 
 
 class PromptsConfig(Section):
@@ -196,14 +241,14 @@ class DataConfig(PromptsConfig):
 
 
 class HeldOutPromptsConfig(Section):
-    sources: Annotated[tuple[FileSettings | ReasoningGymData, ...], Field(strict=False, min_length=1)]
+    sources: Annotated[tuple[FileSettings | ReasoningGymData | SetData, ...], Field(strict=False, min_length=1)]
     """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
     num_prompts: Count
     """Held-out prompts, over all sources."""
 
 
 class HeldOutConfig(HeldOutPromptsConfig):
-    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+    sources: Annotated[tuple[EvalSource, ...], Field(strict=False, min_length=1)]
     """Sources of the held-out prompts. The chosen prompts are the same for every seed, and are never trained on."""
 
 
@@ -214,6 +259,9 @@ def _greedy_or_sampled(temperature: float) -> float:
 
 
 class EvalConfig(HeldOutConfig):
+    num_prompts: NonNegativeInt = 0
+    """Held-out prompts, over all sources. Unset, where all sources are of kind `set`: all that they have, of generated
+    ones 100."""
     every: NonNegativeInt = 0
     """Steps between two evaluations; there is always one before the first step and after the last. 0: only these."""
     samples_per_prompt: Count = 1
@@ -227,6 +275,12 @@ class EvalConfig(HeldOutConfig):
     success_at: Coefficient | None = None
     """The reward from which a response counts as right in `eval/accuracy`. Unset: full marks, which is a reward of 1
     from every term with a positive weight."""
+
+
+@rule(EvalConfig)
+def only_sets_have_an_end(held_out: EvalConfig) -> Iterator[str]:
+    if not held_out.num_prompts and not all(isinstance(source, SetData) for source in held_out.sources):
+        yield 'num_prompts is not set, and only sources of kind = "set" are asked whole; set it to at least 1'
 
 
 class PackConfig(Section):

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from spmdrl.config.algorithm import OTHER_SOURCES, Algorithm, SourceAlgorithm, override_problems
 from spmdrl.config.base import is_set, problems, rule
-from spmdrl.config.data import CurriculumConfig, FileData, FileSettings, HeldOutPromptsConfig, ReasoningGymData
+from spmdrl.config.data import (
+    CurriculumConfig,
+    FileData,
+    FileSettings,
+    HeldOutPromptsConfig,
+    ReasoningGymData,
+    SetData,
+)
 from spmdrl.config.distill import FEEDBACK, REFERENCE
 from spmdrl.config.rules import is_per_sequence
 from spmdrl.config.whole import Config, SftConfig
@@ -15,7 +22,7 @@ from spmdrl.types import NO_TEACHER
 # Algorithms of their own.
 
 
-_Source = FileSettings | ReasoningGymData
+_Source = FileSettings | ReasoningGymData | SetData
 
 
 def _tables(sources: Iterable[_Source], name: str = "data.sources") -> Iterator[tuple[str, str, SourceAlgorithm]]:
@@ -331,5 +338,5 @@ def nothing_is_compared_without_rewards(cfg: Config) -> Iterator[str]:
             f'reward.terms is empty, so that advantage.estimator = "{cfg.advantage.estimator}" has no rewards to '
             'compare; give terms, or set estimator = "none" and learn from [distill]'
         )
-    if cfg.eval is not None:
+    if cfg.eval is not None and not all(isinstance(source, SetData) for source in cfg.eval.sources):
         yield "reward.terms is empty, so that [eval] could not tell right answers from wrong; give terms, or remove it"

@@ -27,11 +27,12 @@ from spmdrl.config.data import (
     PreferenceDataConfig,
     PromptsConfig,
     ResponsesConfig,
+    SetData,
 )
 from spmdrl.config.distill import REFERENCE, DistillConfig, Models, OtherModelConfig, frozen_models
 from spmdrl.config.environment import EnvironmentConfig
 from spmdrl.config.model import CriticConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
-from spmdrl.config.rewards import RewardConfig
+from spmdrl.config.rewards import MathReward, ReasoningGymReward, RewardConfig
 from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig
 from spmdrl.config.run import (
     CheckpointConfig,
@@ -83,6 +84,15 @@ class Config(Section):
         if self.eval is not None and self.eval.success_at is not None:
             return self.eval.success_at
         return sum(term.weight for term in self.reward.terms if term.weight > 0)
+
+    @property
+    def set_rewards(self) -> dict[str, RewardConfig]:
+        """The rewards of evaluation sets by the names of their rules, where they are not those of the run."""
+        sources = self.eval.sources if self.eval is not None else ()
+        used = {source.rule for source in sources if isinstance(source, SetData)}
+        rules = (MathReward(kind="math"), ReasoningGymReward(kind="reasoning_gym"))
+        own = {one.kind: self.reward.model_copy(update={"terms": (one,)}) for one in rules if one.kind in used}
+        return {rule: cfg for rule, cfg in own.items() if cfg.terms != self.reward.terms}
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import FileData, FileSettings, PreferenceFile, ReasoningGymData
+from spmdrl.config import FileData, FileSettings, PreferenceFile, ReasoningGymData, SetData
 from spmdrl.config.base import LARGEST
 from spmdrl.conversation import Message, as_text, is_conversation
 from spmdrl.data.images import ImageFile, image_file
@@ -68,6 +68,7 @@ class Source(Protocol):
     """An endless sequence of rows."""
 
     task: str
+    rule: str | None  # of an evaluation set
 
     @property
     def num_rows(self) -> int | None:
@@ -87,8 +88,14 @@ def as_written(row: Row) -> Row:
     return row
 
 
-def open_source(cfg: FileSettings | ReasoningGymData, *, seed: int, form: RowTransform = as_written) -> Source:
+def open_source(
+    cfg: FileSettings | ReasoningGymData | SetData, *, seed: int, form: RowTransform = as_written
+) -> Source:
     """Open the source that one entry of `sources` describes; `form` changes the rows of files."""
+    if isinstance(cfg, SetData):
+        source = open_source(cfg.rows, seed=seed, form=form)
+        source.rule = cfg.rule
+        return source
     if isinstance(cfg, FileSettings):
         return FileSource(cfg, seed=seed, form=form)
     return ReasoningGymSource(cfg, seed=seed)
@@ -103,6 +110,8 @@ def first_record(cfg: FileSettings) -> dict[str, Any]:
 
 class FileSource:
     """The rows of a file, in a new order in each epoch; the file stays on the disk."""
+
+    rule: str | None = None
 
     def __init__(self, cfg: FileSettings, *, seed: int, form: RowTransform = as_written) -> None:
         """All rows are checked now. Raises UserError for the first that is wrong."""
@@ -368,6 +377,7 @@ class ReasoningGymSource:
     """
 
     num_rows: int | None = None
+    rule: str | None = None
 
     def __init__(self, cfg: ReasoningGymData, *, seed: int) -> None:
         self.task = cfg.task

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import HeldOutPromptsConfig, PromptsConfig
+from spmdrl.config import HeldOutPromptsConfig, PromptsConfig, SetData
 from spmdrl.conversation import Message, is_conversation
 from spmdrl.data.conversations import asked
 from spmdrl.data.images import ImageFile
@@ -288,7 +288,9 @@ class PromptStream:
         return True
 
 
-def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: PromptEncoder) -> Prompt:
+def _prompt(
+    prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: PromptEncoder, rule: str | None = None
+) -> Prompt:
     return Prompt(
         prompt_id=prompt_id,
         token_ids=encoded.token_ids,
@@ -298,6 +300,7 @@ def _prompt(prompt_id: int, task: str, row: Row, encoded: Encoded, encoder: Prom
         task=task,
         metadata=row.metadata,
         messages=encoder.messages(row.prompt),
+        rule=rule,
     )
 
 
@@ -368,7 +371,8 @@ class HeldOutPrompts(list[Prompt]):
         assert self._encoder is not None, "rows come with an encoder"
         encoded = self._encoder(held_out.row)
         assert encoded is not None, "it fits"
-        return _prompt(prompt_id, held_out.source.task, held_out.row, encoded, self._encoder)
+        source = held_out.source
+        return _prompt(prompt_id, source.task, held_out.row, encoded, self._encoder, source.rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +469,13 @@ def _for_held_out(answers: AnswerLimit | None) -> AnswerLimit | None:
 
 def _held_out_of(cfg: HeldOutPromptsConfig, form: RowTransform, encoder: PromptEncoder) -> Iterator[HeldOutRow]:
     entries = cfg.sources
+    # Sets have the same items wherever they are named.
+    places = [0 if isinstance(source, SetData) else place for place, source in enumerate(entries)]
     return held_out_rows(
-        [open_source(source, seed=mix(_HELD_OUT, place), form=form) for place, source in enumerate(entries)],
+        [
+            open_source(source, seed=mix(_HELD_OUT, place), form=form)
+            for place, source in zip(places, entries, strict=True)
+        ],
         weights=[source.weight for source in entries],
         encoder=encoder,
         count=cfg.num_prompts,

@@ -15,8 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import FileSettings, MissingSetting, ModelReward, Section, SectionT
+from spmdrl.config import EvalConfig, MissingSetting, ModelReward, Section, SectionT, SetData
+from spmdrl.config.sets import GENERATED_ITEMS, known_sets
 from spmdrl.config.strict import shown
+from spmdrl.data.sources import open_source
+from spmdrl.data.stream import question_key
 from spmdrl.faults.text import sentence_of
 from spmdrl.faults.verdict import print_once_per_node
 from spmdrl.types import UserError
@@ -45,14 +48,37 @@ def located(cfg: SectionT) -> tuple[SectionT, list[str]]:
     changes: dict[str, Any] = {}
     for table in ("data", "eval", "held_out"):
         if (sources := _get(_get(cfg, table), "sources")) is not None:
-            places = tuple(
-                source.model_copy(update={"path": found(data_file, source.path, f"{table}.sources.{place}.path")})
-                if isinstance(source, FileSettings)
-                else source
-                for place, source in enumerate(sources)
-            )
-            changes[table] = _get(cfg, table).model_copy(update={"sources": places})
+            places = []
+            for place, source in enumerate(sources):
+                setting, path = f"{table}.sources.{place}", getattr(source, "path", None)
+                if isinstance(source, SetData) and path is None and not source.is_generated:
+                    path = found(set_file, source.name, f"{setting}.name")
+                elif path is not None:
+                    path = found(data_file, path, f"{setting}.path")
+                places.append(source if path is None else source.model_copy(update={"path": path}))
+            changes[table] = _get(cfg, table).model_copy(update={"sources": tuple(places)})
+    if not problems and isinstance(held_out := changes.get("eval"), EvalConfig) and _get(held_out, "num_prompts") == 0:
+        try:
+            changes["eval"] = _with_all(held_out)
+        except UserError as error:
+            problems.append(f"eval.sources: {error}")
     return cfg.model_copy(update=changes), problems
+
+
+def _with_all(held_out: EvalConfig) -> EvalConfig:
+    """Return the table of evaluation sets that asks all that they have. Raises UserError for a file that is wrong."""
+    sources = []
+    for source in held_out.sources:
+        if not isinstance(source, SetData):  # about which a rule of the table says what is missing
+            return held_out
+        count = GENERATED_ITEMS
+        if not source.is_generated:
+            opened = open_source(source, seed=0)
+            assert opened.num_rows is not None
+            count = len({question_key(opened.row(number)) for number in range(opened.num_rows)})
+        sources.append(source.model_copy(update={"weight": float(count)}))
+    total = int(sum(source.weight for source in sources))
+    return held_out.model_copy(update={"sources": tuple(sources), "num_prompts": total})
 
 
 def with_models_here(cfg: SectionT) -> SectionT:
@@ -100,8 +126,9 @@ def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
 
 
 def _found(find: Callable[[str, bool], str], path: Any, setting: str, *, download: bool, problems: list[str]) -> Any:
-    """Return the path that a name on a hub stands for, and any other path as it is; add a sentence if there is none."""
-    if not isinstance(path, str) or not path.startswith(PREFIX):
+    """Return the path that a name on a hub or of a set stands for, and any other path as it is; add a sentence if there
+    is none."""
+    if not isinstance(path, str) or not (path.startswith(PREFIX) or find is set_file):
         return path
     try:
         return find(path, download)
@@ -133,6 +160,12 @@ def data_file(name: str, download: bool) -> str:
     """Return the file of `hf:ORGANISATION/NAME[@REVISION]:FILE`. Raises UserError when it is not there."""
     parts = _parts(_FILE, name, "hf:ORGANISATION/NAME@REVISION:FILE, with the path of the file in the data set")
     return _asked("hf_hub_download", parts, download, repo_type="dataset", filename=parts["file"])
+
+
+def set_file(name: str, download: bool) -> str:
+    """Return the file of the evaluation set of a name, such as `math500`. Raises UserError when it is not there."""
+    found = known_sets()[name]
+    return data_file(with_split_file(f"{PREFIX}{found.repository}", download, split=found.split), download)
 
 
 def with_training_file(name: str, download: bool) -> str:

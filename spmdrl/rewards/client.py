@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -44,11 +44,13 @@ def judgments(
 ) -> dict[int, float | str]:
     """Return the part that a judge gives to each rollout, or why there is none, by the rollout's place.
 
-    Rollouts whose reward has failed or has this part already, and those whose gate is closed, are in no question.
+    Rollouts whose reward has failed or has this part already, those whose gate is closed, and those of evaluation sets
+    are in no question.
     """
     units: dict[tuple[int, int], list[int]] = {}
     for place, (rollout, outcome) in enumerate(rewarded):
-        if outcome.failure is None and name not in outcome.parts and term.counts_with(outcome.parts):
+        is_asked = rollout.prompt.rule is None and outcome.failure is None and name not in outcome.parts
+        if is_asked and term.counts_with(outcome.parts):
             unit = (rollout.prompt.prompt_id, 0 if term.group is not None else place)
             units.setdefault(unit, []).append(place)
     found: dict[int, float | str] = {}
@@ -85,13 +87,22 @@ class RewardClient:
     """This rank's reward processes and judges, none where nothing is rewarded. Use it in a `with` statement, which ends
     them."""
 
-    def __init__(self, cfg: RewardConfig, tokenizer: PreTrainedTokenizerBase, *, judged: Path | None = None) -> None:
-        """`judged` is the folder in which answers of judges are cached; None: only in memory."""
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        judged: Path | None = None,
+        sets: Mapping[str, RewardConfig] | None = None,
+    ) -> None:
+        """`judged` is the folder in which answers of judges are cached; None: only in memory. `sets` are the rewards of
+        evaluation sets, by the names of their rules."""
         self.cfg = cfg
         with ExitStack() as exits:
             asked = {name: term for name, term in cfg.judges.items() if not term.is_policy}
             self._judges = exits.enter_context(Judges(asked, judged)) if asked else None
             self._pool = exits.enter_context(RewardPool(cfg)) if cfg.in_processes else None
+            self._sets = {rule: exits.enter_context(RewardPool(one)) for rule, one in (sets or {}).items()}
             self._exits = exits.pop_all()
         self._tokenizer = tokenizer
 
@@ -104,6 +115,8 @@ class RewardClient:
         """Start to compute the reward of a finished rollout."""
         if rollout.failure is not None:
             return known_reward(rollout, RewardOutcome(reward=0.0, parts={}, failure=rollout.failure))
+        if (own := self._sets.get(rollout.prompt.rule or "")) is not None:
+            return rollout, own.submit(self._read(rollout))
         if self._pool is None and self._judges is None:
             return known_reward(rollout, _NOTHING)
         item = self._read(rollout)

@@ -83,15 +83,17 @@ def scored_prompts(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success
     answers: dict[int, list[tuple[Rollout, RewardOutcome]]] = {}
     for rollout, outcome in outcomes:
         answers.setdefault(rollout.prompt.prompt_id, []).append((rollout, outcome))
-    return [
-        ScoredPrompt(tuple(found), tuple(outcome.reward >= success_at - _ROUNDING for _, outcome in found))
-        for found in answers.values()
-    ]
+
+    def is_right(rollout: Rollout, outcome: RewardOutcome) -> bool:
+        least = success_at if rollout.prompt.rule is None else 1.0
+        return outcome.reward >= least - _ROUNDING
+
+    return [ScoredPrompt(tuple(found), tuple(is_right(*one) for one in found)) for found in answers.values()]
 
 
 def eval_metrics(outcomes: Iterable[tuple[Rollout, RewardOutcome]], *, success_at: float) -> Metrics:
-    """Metrics of an evaluation. Accuracy is the share of responses whose reward is `success_at` or more; its interval
-    takes prompts as units."""
+    """Metrics of an evaluation. Accuracy is the share of responses whose reward is `success_at` or more, in
+    evaluation sets 1; its interval takes prompts as units."""
     prompts = scored_prompts(outcomes, success_at=success_at)
     outcomes = [answer for prompt in prompts for answer in prompt.answers]
 

@@ -76,6 +76,7 @@ class Scorers:
             _place(rollout): self._encoded(scorer, rollout)
             for rollout, outcome in rewarded
             if outcome.failure is None and scorer.name not in outcome.parts and scorer.term.counts_with(outcome.parts)
+            if rollout.prompt.rule is None
         }
         scores = self._score(scorer, {place: found for place, found in wanted.items() if not isinstance(found, str)})
 

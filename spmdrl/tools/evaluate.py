@@ -7,11 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.algo.evaluation import overlapping, paired_difference
 from spmdrl.algo.metrics import scalars
-from spmdrl.config import Config, FileData, FileSettings, ModelConfig, TuningConfig, read_config, read_run_config
+from spmdrl.config import Config, FileSettings, ModelConfig, SetData, TuningConfig, read_config, read_run_config
 from spmdrl.config.engines import ENGINES, EngineFacts
+from spmdrl.config.sets import GENERATED, known_sets, set_name
 from spmdrl.config.strict import about, conform, parse_own_json
 from spmdrl.data.sources import FileSource
 from spmdrl.data.tokenizer import decode, load_tokenizer, uses_template
@@ -36,7 +36,7 @@ from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
 from spmdrl.model.load import compute_dtype, load_model_config, load_plain, persistent_buffers
-from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, with_files_here, with_split_file
+from spmdrl.preflight.hub import PREFIX, NotInCache, model_folder, set_file, with_files_here
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
@@ -54,51 +54,23 @@ from spmdrl.types import RewardOutcome, Rollout, UserError
 # Evaluation sets by name: where they are, what their columns mean, and which of their items training has seen.
 
 
-GENERATED = "reasoning_gym/"  # before the name of a task
-GENERATED_ITEMS = 100
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # as the models' own cards ask for it
-_TABLE = Path(__file__).with_name("evaluation_sets.toml")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet:
-    """A data set on a hub with questions of one final answer each."""
-
-    repository: str
-    split: str
-    prompt_column: str
-    answer_column: str
-    about: str
-    answer_after: str | None = None
-
-    def source(self, name: str, *, download: bool) -> dict[str, Any]:
-        """Return the table of its source. Raises UserError when its file is not there."""
-        try:
-            named = with_split_file(f"hf:{self.repository}", download, split=self.split)
-            path = data_file(named, download)
-        except UserError as error:
-            remedy = "; add --download to fetch it once" if isinstance(error, NotInCache) else ""
-            raise UserError(f"--set {name} (hf:{self.repository}): {error}{remedy}") from error
-        columns = {"prompt_column": self.prompt_column, "answer_column": self.answer_column, "task": name}
-        after = {} if self.answer_after is None else {"answer_after": self.answer_after}
-        return {"kind": "jsonl" if path.endswith(".jsonl") else "parquet", "path": path, **columns, **after}
-
-
-def known_sets() -> Mapping[str, EvaluationSet]:
-    """Return the sets that have names."""
-    return {name: EvaluationSet(**table) for name, table in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()}
 
 
 def set_tables(name: str, *, download: bool) -> dict[str, Any]:
     """Return the tables of a configuration that this set decides. Raises UserError where there is none of the name."""
+    try:
+        source = {"kind": "set", "name": set_name(name)}
+    except ValueError as error:
+        raise UserError(f"--set {name} {error}") from None
     if name.startswith(GENERATED):
-        source = {"kind": "reasoning_gym", "task": name.removeprefix(GENERATED)}
-        return {"sources": [source], "num_prompts": GENERATED_ITEMS, "reward": "reasoning_gym"}
-    if (found := known_sets().get(name)) is None:
-        raise UserError(f"--set {name}: there are {', '.join(known_sets())}, and {GENERATED}TASK of reasoning-gym")
-    source = found.source(name, download=download)
-    questions = {row.question for row in FileSource(FileData.model_validate(source), seed=0).in_file_order()}
-    return {"sources": [source], "num_prompts": len(questions), "reward": "math", "system_prompt": INSTRUCTION}
+        return {"source": source, "reward": "reasoning_gym"}
+    try:
+        path = set_file(name, download)
+    except UserError as error:
+        remedy = "; add --download to fetch it once" if isinstance(error, NotInCache) else ""
+        raise UserError(f"--set {name} (hf:{known_sets()[name].repository}): {error}{remedy}") from error
+    return {"source": source | {"path": path}, "reward": "math", "system_prompt": INSTRUCTION}
 
 
 def seen_in_training(questions: Sequence[str], cfg: Config | TuningConfig) -> set[int]:
@@ -127,7 +99,7 @@ def evaluate_export(run: Path) -> dict[str, float]:
 
 def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     """The settings of a run and the folder of its model. Raises UserError where it has none, or nothing held out."""
-    cfg = read_config(Config, str(run / "config.toml"), overrides)
+    cfg = with_files_here(read_config(Config, str(run / "config.toml"), overrides))
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
     if not (run / "hf" / "config.json").is_file():
@@ -152,7 +124,10 @@ def _of_set(
     chosen = set_tables(name, download=download)
     limit = load_model_config(ModelConfig(path=folder)).get_text_config().max_position_embeddings
     prompt = min(MAX_PROMPT_TOKENS, limit // 2)
-    data = {"max_prompt_tokens": prompt, "sources": chosen["sources"]}
+    data = {
+        "max_prompt_tokens": prompt,
+        "sources": [SetData.model_validate(chosen["source"]).rows.model_dump(exclude_none=True)],
+    }
     if "system_prompt" in chosen and uses_template(load_tokenizer(folder), "auto"):
         data["system_prompt"] = chosen["system_prompt"]
     tables = {
@@ -167,7 +142,7 @@ def _of_set(
         "reward": {"terms": [{"kind": chosen["reward"]}]},
         "optim": {"lr": 1e-6},
         "pack": {"max_tokens_per_micro_batch": limit},
-        "eval": {"num_prompts": chosen["num_prompts"], "sources": chosen["sources"]},
+        "eval": {"sources": [chosen["source"]]},
     }
     return _read(tables, overrides)
 
@@ -212,7 +187,7 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
         images=held_out.images.store,
     )
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    with RewardClient(cfg.reward, held_out.tokenizer) as rewards, ExitStack() as exits:
+    with RewardClient(cfg.reward, held_out.tokenizer, sets=cfg.set_rewards) as rewards, ExitStack() as exits:
         env_context = None
         if cfg.environment is not None:
             client = exits.enter_context(open_environments(cfg.environment))
