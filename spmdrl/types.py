@@ -87,9 +87,7 @@ class Prompt:
     metadata: dict[str, Any]  # the row's other columns, handed to the reward unchanged
     messages: tuple[Message, ...] = ()  # of the chat that the template rendered; empty without a template
     images: tuple[ImageSpan, ...] = ()  # among token_ids, in order
-    rule: str | None = (
-        None  # of the evaluation set that it is of, by which its answers are rewarded; None: by the run's
-    )
+    rule: str | None = None  # by which answers to its evaluation set are rewarded; None: by the run's rewards
 
     @property
     def question(self) -> str:

@@ -399,7 +399,7 @@ def test_settings_of_a_draft_that_are_wrong_cannot_be_read(tmp_path: Path) -> No
         lambda cfg: cfg.optim.lr,
         lambda cfg: cfg.pack,
         lambda cfg: cfg.data.sources,
-        lambda cfg: cfg.eval.num_prompts,
+        lambda cfg: cfg.eval.sources,
         lambda cfg: cfg.critic_optim.lr,
     ):
         with pytest.raises(MissingSetting):
