@@ -1,8 +1,7 @@
 """The nouns: what flows from one phase of a step to the next.
 
 A step moves `Prompt -> Rollout -> RewardedRollout -> Sequence -> MicroBatch`; a rollout is made of turns, each of which
-is a `Request` to the engine and its `Response`. Everything is frozen; a phase makes new values and never edits the ones
-it was given.
+is a `Request` to the engine and its `Response`. Everything is frozen: a phase makes new values and edits none.
 """
 
 from __future__ import annotations
