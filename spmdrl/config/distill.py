@@ -89,7 +89,7 @@ class DistillConfig(Section):
     of an environment is a message before the conversation, in which `{question}` is empty."""
     max_hint_tokens: Count = 1024
     """Most tokens by which a prompt with its hint may be longer than `data.max_prompt_tokens`; of feedback, most
-    tokens."""
+    tokens, and an attempt with longer feedback is not distilled."""
     divergence: Literal["sampled_kl", "reverse", "forward", "jsd"] = "reverse"
     """`sampled_kl`: log p(token) - log teacher(token) of each sampled token is taken off its advantage. The others are
     losses over the whole vocabulary: `reverse` is KL(policy || teacher), `forward` KL(teacher || policy), `jsd` the
@@ -135,6 +135,11 @@ class DistillConfig(Section):
     def hints(self) -> bool:
         """True when a teacher sees more than the policy."""
         return any(one.hint_column is not None for one in self.by_place)
+
+    @property
+    def reads_feedback(self) -> bool:
+        """True when a teacher sees what an environment said of the attempt."""
+        return any(one.hint_column == FEEDBACK for one in self.by_place)
 
     def teacher_of(self, task: str) -> int:
         """Return the place of the teacher of a data source; NO_TEACHER for one that is not distilled."""

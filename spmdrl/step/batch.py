@@ -35,6 +35,7 @@ from spmdrl.step.hints import NO_LESSONS, Label, feedback_of
 from spmdrl.step.rewards import turn_spans
 from spmdrl.step.units import Packed, pack_over_places
 from spmdrl.types import (
+    NO_TEACHER,
     PADDING_INDEX,
     MicroBatch,
     MiniBatch,
@@ -224,6 +225,9 @@ def build_batch(
             ]
         )
         metrics.append(_packing_metrics(one, plan, place=place))
+        if distill is not None and distill.reads_feedback:
+            taught = (float(info.teacher != NO_TEACHER) for info in one.infos[place])
+            metrics.append({"distill/taught_fraction": Mean.of(taught)})
         if plan.shares_prefixes:
             metrics.append({"batch/shared_fraction": _shared_fraction(mini_batches[-1])})
     return Batch(mini_batches, merge_all(metrics) if meshes.is_data_leader else {})

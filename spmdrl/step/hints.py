@@ -45,29 +45,25 @@ class Lessons:
     def __call__(self, prompt: Prompt, feedback: str | None = None) -> tuple[int, Hint]:
         """Return the place of the prompt's teacher, or NO_TEACHER, and the hint that this sees.
 
-        Nobody teaches an attempt of which the environment said nothing, where that is the hint. Raises UserError for a
-        prompt without its hint, or with one that is too long.
+        Nobody teaches an attempt of which the environment said nothing or too much, where that is the hint. Raises
+        UserError for a prompt without its hint, or with one that is too long.
         """
         place = NO_TEACHER if self.distill is None else self.distill.teacher_of(prompt.task)
         if self.distill is None or place == NO_TEACHER or (column := self.distill.by_place[place].hint_column) is None:
             return place, NO_HINT
         if column != FEEDBACK:
             return place, Hint(len(prompt.token_ids), self._hinted(prompt, column))
-        return (NO_TEACHER, NO_HINT) if feedback is None else (place, self._before(prompt, feedback))
+        hint = None if feedback is None else self._before(prompt, feedback)
+        return (NO_TEACHER, NO_HINT) if hint is None else (place, hint)
 
-    def _before(self, prompt: Prompt, feedback: str) -> Hint:
-        """Return the feedback as the message before the conversation, which begins a text only once."""
+    def _before(self, prompt: Prompt, feedback: str) -> Hint | None:
+        """Return the feedback as the message before the conversation, which begins a text only once; None where it is
+        too long."""
         assert self.distill is not None and self.data is not None and self.tokenizer is not None
         text = self.distill.hint_template.format(hint=feedback, question="")
         token_ids = encode_message(self.tokenizer, text, chat_template=self.data.chat_template)
-        if len(token_ids) > self.distill.max_hint_tokens:
-            raise UserError(
-                f"what the environment said of an attempt at the prompt {prompt.text[-60:]!r} has {len(token_ids)} "
-                f"tokens, more than distill.max_hint_tokens = {self.distill.max_hint_tokens}; raise it, or have the "
-                "environment say less"
-            )
         begins = token_ids[0] == prompt.token_ids[0] == self.tokenizer.bos_token_id
-        return Hint(int(begins), token_ids)
+        return Hint(int(begins), token_ids) if len(token_ids) <= self.distill.max_hint_tokens else None
 
     def _hinted(self, prompt: Prompt, column: str) -> tuple[int, ...]:
         assert self.distill is not None and self.data is not None and self.tokenizer is not None

@@ -16,10 +16,8 @@ from spmdrl.algo.advantage import centre, normalized_terms, overlong_penalty
 from spmdrl.algo.metrics import Correlation, Mean, Metrics, RootMean, Total, Values
 from spmdrl.algo.segments import on_tokens
 from spmdrl.config import Config, RewardConfig
-from spmdrl.config.distill import FEEDBACK
 from spmdrl.conversation import Observation
 from spmdrl.dist.collectives import sum_over
-from spmdrl.step.hints import feedback_of
 from spmdrl.step.samples import cached_fraction, episode_metrics
 from spmdrl.types import (
     MicroBatch,
@@ -227,10 +225,7 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
 
 def step_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
     """Metrics of this rank's rollouts and rewards, and of the terms of rewards."""
-    metrics = rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
-    if cfg.distill is not None and any(one.hint_column == FEEDBACK for one in cfg.distill.by_place):
-        metrics["distill/feedback_fraction"] = Mean.of(float(feedback_of(r.rollout) is not None) for r in rewarded)
-    return metrics
+    return rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
 
 
 def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:

@@ -102,7 +102,7 @@ def test_the_policy_learns_from_what_its_environment_said(folder: Path, distille
     ]
     launch(folder, 2, "run.name=feedback", "run.num_steps=2", *overrides)
     for row in rows(folder / "runs/feedback"):
-        assert row["distill/feedback_fraction"] == 1.0 - row["rollout/truncated_fraction"] > 0.0
+        assert row["distill/taught_fraction"] == 1.0 - row["rollout/truncated_fraction"] > 0.0
         assert row["distill/reverse_nats"] > 0.0 and row["update/grad_norm"] > 0.0
 
 
