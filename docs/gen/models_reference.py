@@ -88,9 +88,11 @@ def run(names: Sequence[str]) -> None:
 
     from spmdrl import __version__
     from spmdrl.tools.model import answers, quiet
+    from spmdrl.tools.model_rows import prepare
     from spmdrl.tools.model_source import source_of
 
     quiet()
+    prepare("spmdrl.tools.model_rows")
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))["models"] if names else {}
     for name in names or released():
         print(name, flush=True)

@@ -2,6 +2,8 @@
 
 What is not given by an option is asked on a terminal, and is an error elsewhere unless there is a good value for it.
 Lengths are measured on the data, and memory is planned as by `tools.fit`. The file that is written passes `--dry-run`.
+Meanwhile another process compares a tiny model of this kind with transformers' own code, as far as one rank can; see
+`spmdrl model`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +50,7 @@ from spmdrl.preflight.hub import PREFIX, NotInCache, data_file, model_folder, wi
 from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.local import MODULES, program_of, run_name
+from spmdrl.tools.model import answers_on_one_rank
 from spmdrl.tools.program import inline, option, program, writing
 from spmdrl.tools.starting import COMPARING, OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
 from spmdrl.types import UserError
@@ -82,19 +87,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(arguments.out)
     try:
         choices = _chosen(arguments, out)
+        asked = None if arguments.no_verdict else ask_for_verdict(choices.model)
         measured = measure(choices)
         tables = starting_tables(choices, measured)
         fitted = fit(tables, choices)
+        if asked is not None:
+            _heed(asked, choices.model)
         _write(out, "\n".join(lines_of(tables, choices, measured, fitted)), choices)
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
     say(
         f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n"
         f"    spmdrl {choices.task} {shown(out)}\n\n"
-        "and compare what is computed of such a model with transformers' own, in a minute, with\n\n"
+        "and compare more of what is computed of such a model, two ranks, cp, tp, ep and SGLang, in a minute, with\n\n"
         f"    spmdrl model {shown(choices.model)}\n"
     )
     return 0
+
+
+def ask_for_verdict(model: str) -> Connection:
+    """Start the process that gives the verdict on a model, and return where it arrives."""
+    say("comparing a tiny model of this kind with transformers' own code, in seconds; --no-verdict leaves it out")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    # A process of its own sees no GPU, and ends with this one.
+    multiprocessing.get_context("spawn").Process(target=_give_verdict, args=(model, sender), daemon=True).start()
+    sender.close()
+    return receiver
+
+
+def _give_verdict(model: str, sender: Connection) -> None:
+    sender.send(answers_on_one_rank(model))
+
+
+def _heed(receiver: Connection, model: str) -> None:
+    """Show the verdict. Raises UserError where something is computed otherwise than by transformers."""
+    try:
+        found = receiver.recv()
+    except EOFError:
+        found = "its process ended"
+    if isinstance(found, str):
+        say(f"no verdict: {found}")
+        return
+    say("\n".join(f"  {one.question.ljust(22)}{one.answer}  {one.remark}".rstrip() for one in found))
+    for one in found:
+        if one.answer == "no":
+            raise UserError(
+                f"--model {shown(model)} is computed otherwise than by transformers' own code ({one.question}: "
+                f"{one.remark}); spmdrl model {shown(model)} shows more, and --no-verdict writes a configuration anyway"
+            )
 
 
 def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
@@ -153,6 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gpu-gib", type=option(Gib), default=GPU_GIB, help=f"memory of each; {GPU_GIB:g} unless given"
     )
     parser.add_argument("--download", action="store_true", help="fetch what names on a hub stand for, into the cache")
+    parser.add_argument("--no-verdict", action="store_true", help="do not compare what is computed with transformers")
     parser.add_argument("--name", type=option(RunName), help="of the run; otherwise made of the model and the data")
     parser.add_argument(
         "--out",

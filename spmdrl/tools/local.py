@@ -92,7 +92,7 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
         name, _, value = one.partition("=")
         if one == "--dry-run" or not one.startswith("-"):
             own.append(one)
-        elif one == "--download":
+        elif one in ("--download", "--no-verdict"):
             options[one] = ""
         elif name in ("--nproc", "--ranks"):
             own += [name, value or next(others, "")]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +51,7 @@ _USUAL: Mapping[str, Any] = {
 }
 
 
-def answers(source: Source, folder: Path, *, with_sglang: bool = False) -> Iterator[Verdict]:
+def answers(source: Source, folder: Path, *, with_sglang: bool = False, on_one_rank: bool = False) -> Iterator[Verdict]:
     """Build the tiny model in `folder` and answer every question about it. Raises UserError where none can be built."""
     path, cfg = folder / "tiny", ModelConfig(path="model")
     if refusal := refusal_of_config(source.config):
@@ -70,7 +71,18 @@ def answers(source: Source, folder: Path, *, with_sglang: bool = False) -> Itera
     if refusal:
         yield Verdict("trained", "refused", refusal)
     else:
-        yield from verdicts(Subject(source, path), with_sglang=with_sglang)
+        yield from verdicts(Subject(source, path), with_sglang=with_sglang, on_one_rank=on_one_rank)
+
+
+def answers_on_one_rank(model: str) -> list[Verdict] | str:
+    """Answer what one rank can without SGLang, in a process of its own; a sentence where no tiny model can be built."""
+    torch.set_num_threads(1)  # another process works beside it
+    quiet()
+    with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
+        try:
+            return list(answers(source_of(model), Path(folder), on_one_rank=True))
+        except UserError as error:
+            return str(error)
 
 
 def memory_line(config: Any) -> str:
@@ -100,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a model, or --list those whose released settings are known")
     source = source_of(arguments.model)
     quiet()
+    prepare("spmdrl.tools.model_rows")
     with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
         found = list(answers(source, Path(folder), with_sglang=True))
     _print(source, found)
@@ -112,7 +125,6 @@ def quiet() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    prepare("spmdrl.tools.model_rows")
 
 
 def _print(source: Source, found: Sequence[Verdict]) -> None:

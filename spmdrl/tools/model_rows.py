@@ -332,10 +332,13 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def verdicts(subject: Subject, *, with_sglang: bool) -> Iterator[Verdict]:
-    """Answer every question that applies in order, about a model that is not refused."""
+def verdicts(subject: Subject, *, with_sglang: bool, on_one_rank: bool = False) -> Iterator[Verdict]:
+    """Answer every question that applies in order, about a model that is not refused; `on_one_rank` only those that
+    take a moment."""
     with spmd_session(threads_per_rank=torch.get_num_threads(), deterministic=True) as world:
         for question, row in ROWS.items():
+            if on_one_rank and question in _TWO_RANKS:
+                continue
             if question == "ep 2" and not _has_experts(subject.source.config):
                 continue
             if question == "SGLang" and (not with_sglang or find_spec("sglang") is None):

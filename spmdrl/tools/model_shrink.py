@@ -174,7 +174,7 @@ def _num_layers(real: Mapping[str, Any], number: int) -> int:
         for start in range(count):
             if all(kinds[i] == kinds[i + count - start] for i in range(start, number - count + start)):
                 return min(number, 2 * count) if real.get("num_kv_shared_layers") else count
-    return next(count for count in range(2, number + 1) if {*kinds[:count]} == {*kinds})
+    return next(count for count in range(min(2, number), number + 1) if {*kinds[:count]} == {*kinds})
 
 
 @torch.no_grad()

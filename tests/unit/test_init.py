@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import resource
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from spmdrl.tools import local
+from spmdrl.tools import init, local
 from spmdrl.tools.init import choose, main, measure, parse
+from spmdrl.tools.model_rows import ROWS, Verdict
 from spmdrl.tools.starting import starting_tables
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main as train
@@ -29,6 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("init") / "model"
     save_tiny_model(folder, num_layers=1, hidden_size=32)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def without_verdict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict takes seconds, and depends on the model alone."""
+    if "verdict" not in request.node.name:
+        monkeypatch.setattr(init, "ask_for_verdict", lambda _: None)
 
 
 @pytest.fixture
@@ -81,6 +90,34 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "pictures.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def test_the_verdict_comes_first(model: Path, sums: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]
+    assert main(given) == 0
+    comparing, rest = capsys.readouterr().out.split("\n", 1)
+    assert comparing.startswith("comparing a tiny model of this kind") and "wrote mine.toml" in rest
+    assert "no verdict" not in rest, rest
+    lines = [re.split(" {2,}", line.strip()) for line in rest.partition("wrote")[0].splitlines()]
+    found = {question: answer for question, answer, *_ in lines}
+    assert found == dict.fromkeys((name for name in ROWS if not re.search("two ranks|[cte]p 2|SGLang", name)), "yes")
+
+
+@pytest.mark.parametrize("answer", ["no", "refused", "none can be built"])
+def test_a_verdict_of_no_writes_nothing(
+    model: Path, sums: Path, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Verdict("packed", answer, "the reason")] if answer in ("no", "refused") else answer  # type: ignore[arg-type]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(found)
+    monkeypatch.setattr(init, "ask_for_verdict", lambda _: receiver)
+    given = ["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]
+    assert main(given) == (2 if answer == "no" else 0) and Path("mine.toml").exists() == (answer != "no")
+    told = capsys.readouterr()
+    assert answer in told.out
+    if answer == "no":
+        assert "computed otherwise than by transformers' own code (packed: the reason); spmdrl model " in told.err
+        assert main([*given, "--no-verdict"]) == 0
 
 
 def test_images_count_as_the_models_own_processor_counts_them(eyes: Path, pictures: Path) -> None:
