@@ -56,15 +56,15 @@ def _looked(path: str, folder: str) -> Looked:
             freeze: load_policy(model_config(path, freeze=freeze), meshes.model, temperature=1.0)
             for freeze in (None, ())
         }
-        found, metrics = _images(policies[None], together, meshes).look(batches)
-        apart, _ = _images(policies[None], mine, meshes).look(batches)
-        sent, _ = _images(policies[()], mine, meshes).look(batches)
+        found, metrics = _images(policies[None], together, meshes).encode(batches)
+        apart, _ = _images(policies[None], mine, meshes).encode(batches)
+        sent, _ = _images(policies[()], mine, meshes).encode(batches)
         empty = ImageStore(Path(folder, f"empty {world.rank}"), max_bytes=2**24)
         with pytest.raises(UserError) as lost:
-            _images(policies[None], empty, meshes).look(batches)
+            _images(policies[None], empty, meshes).encode(batches)
         of_text = []
         for policy in policies.values():
-            seen, counts = _images(policy, empty, meshes).look(batches[-1:])
+            seen, counts = _images(policy, empty, meshes).encode(batches[-1:])
             of_text.append((seen, scalars(merge_over(meshes.training, counts))))
         return Looked(
             [one.image_features or () for one in found],
