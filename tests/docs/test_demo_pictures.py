@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from spmdrl.tools import demo_data
-from spmdrl.tools.demo_data import CELL, COLOURS, KINDS, Question, pictures
+from spmdrl.tools.demo_data import CELL, KINDS, PAINTS, Question, pictures
 
 NUM_QUESTIONS = 2400
 
@@ -35,7 +35,7 @@ def cells_with(colour: str, picture: Image.Image) -> list[tuple[int, int]]:
         (y // CELL, x // CELL)
         for y in range(picture.height)
         for x in range(picture.width)
-        if picture.getpixel((x, y)) == COLOURS[colour]
+        if picture.getpixel((x, y)) == PAINTS[colour]
     }
     return sorted(found)
 
@@ -65,7 +65,7 @@ def test_kinds_come_equally_often_and_so_do_their_answers(drawn: list[Question])
 def test_answers_are_true_of_the_pictures(drawn: list[Question]) -> None:
     for question in drawn[:200]:
         picture = pixels(question.image)
-        found = {colour: cells for colour in COLOURS if (cells := cells_with(colour, picture))}
+        found = {colour: cells for colour in PAINTS if (cells := cells_with(colour, picture))}
         (colour, cells), kind = *found.items(), question.prompt.removeprefix("<image>")
         rows, columns = picture.height // CELL, picture.width // CELL
         assert question.answer in question.guesses
