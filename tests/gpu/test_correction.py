@@ -27,7 +27,7 @@ def _objective(
     result.loss_sum.backward()
     assert logprobs.grad is not None
     parts = {name: worst_of(values, micro_batch) for name, values in result.worst.items()}
-    parts |= {name: effective_fraction(w, micro_batch.loss_mask) for name, w in result.weights.items()}
+    parts |= {name: effective_fraction(*weights) for name, weights in result.weights.items()}
     (measured,) = fetched([parts])
     return result.loss_sum.detach().cpu(), logprobs.grad.cpu(), measured
 
