@@ -70,7 +70,7 @@ class TeacherConfig(Section):
     weight: Positive = 1.0
     """Weight of its divergence, which is a mean over the tokens of these sources alone."""
     divergence: Divergence | None = None
-    """What is computed from its distributions. Unset: the `divergence` of `[distill]`."""
+    """Divergence from its distributions. Unset: the `divergence` of `[distill]`."""
     hint_column: str | None = None
     """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
     answer. With an [environment] only `feedback`: what that said last in the episode, after the last response. Unset:

@@ -35,7 +35,7 @@ class RolloutConfig(Section):
     log-probabilities of training, of the policy and of the reference, are those among the same tokens. See
     `docs/losses.md`."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Of the `top_k` tokens, sample from the fewest that have this share of their probability."""
+    """Sample from the fewest of the `top_k` tokens that have this share of their probability."""
     stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Tokens that end a response; empty means the tokenizer's and the generation config's end-of-sequence tokens."""
     max_running: Count = 256

@@ -118,8 +118,8 @@ class ExportConfig(Section):
     """With `[lora]`: write the whole model, adapters merged into their base. The adapters alone are written too, to
     `adapter/` or `adapter-` and the step, as a PEFT directory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "source"] = "auto"
-    """Of the whole model's weights. `auto`: the one that the run samples with. `source`: each weight as `model.path`
-    stores it, FP8 and MXFP4 with their scales (`docs/checkpoints.md`)."""
+    """Dtype of the whole model's weights. `auto`: the one that the run samples with. `source`: each weight as
+    `model.path` stores it, FP8 and MXFP4 with their scales (`docs/checkpoints.md`)."""
 
 
 class ResumeConfig(Section):

@@ -397,7 +397,7 @@ def test_the_mismatch_is_reported_by_depth_of_context() -> None:
 
 
 def test_the_mismatch_of_what_newer_weights_sampled_is_reported() -> None:
-    """Of a response that went on over two refits, the tokens of its newest weights."""
+    """The tokens of the newest weights, in a response that went on over two refits."""
     prompt = Prompt(prompt_id=7, token_ids=(2, 3), text="", answer=None, task="", metadata={})
     spans = (Span(0, 2), Span(1, 1), Span(2, 3))
     begun = Response(token_ids=(4, 5, 6, 7, 8, 9), logprobs=(-1.0,) * 6, finish_reason="stop", spans=spans)
