@@ -58,7 +58,7 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """Lines, and the settings in which they differ."""
 
     lines: tuple[Line, ...]
@@ -73,7 +73,7 @@ class Comparison:
         return [(line.label, line.band(name)) for line in self.lines]
 
 
-def compare(runs: Sequence[RecordedRun]) -> Comparison:
+def compare(runs: Sequence[RecordedRun]) -> RunComparison:
     """Gather runs to lines, in the order in which they are given; runs of the same seed are lines of their own."""
     groups: dict[tuple[str, int], list[RecordedRun]] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -85,7 +85,7 @@ def compare(runs: Sequence[RecordedRun]) -> Comparison:
     differences = dict(_differences([group[0] for group in groups.values()]))
     labels = _labels(list(groups.values()), differences)
     lines = tuple(Line(label, tuple(group)) for label, group in zip(labels, groups.values(), strict=True))
-    return Comparison(lines, differences)
+    return RunComparison(lines, differences)
 
 
 def _telling(run: RecordedRun) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def _end(history: History, name: str) -> float | None:
 # A comparison of runs as a picture, and as one HTML page with pictures, final values and the settings that differ.
 
 
-def draw_comparison(compared: Comparison, path: Path) -> None:
+def draw_comparison(compared: RunComparison, path: Path) -> None:
     """Write a PNG of every chart that these runs fill."""
     draw_charts([(chart.title, compared.bands(name)) for chart, name in compared.charts()], path)
 
 
-def comparison_page(compared: Comparison) -> str:
+def comparison_page(compared: RunComparison) -> str:
     """Write the page."""
     return assembled(
         "compare",

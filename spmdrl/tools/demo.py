@@ -31,7 +31,7 @@ _CHECK = "--dry-run"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DemoTask:
     """A demo's task: what its model needs, and settings for SGLang, which is slow on a CPU and takes fewer steps."""
 
     with_sglang: tuple[str, ...]
@@ -57,17 +57,17 @@ class Task:
 TRUTH, MEASURED = '[{kind="exact"}]', '{kind="exact",weight=0.0}'
 ADAPTED_START, ADAPTED_LR = "demo-lora-sft", "optim.lr=2e-3"
 
-TASKS: Mapping[str, Task] = {
-    "text": Task(("run.num_steps=230",)),
-    "tool": Task(("run.num_steps=50", "optim.lr=1e-3"), ("colour of ", "lookup", "key", *COLOURS)),
-    "game": Task(
+TASKS: Mapping[str, DemoTask] = {
+    "text": DemoTask(("run.num_steps=230",)),
+    "tool": DemoTask(("run.num_steps=50", "optim.lr=1e-3"), ("colour of ", "lookup", "key", *COLOURS)),
+    "game": DemoTask(
         ("run.num_steps=100", "loss.updates_per_step=4", "optim.lr=1.5e-3"),
         ("game ", "10", "higher", "lower", "no number"),
     ),
-    "vision": Task(("run.num_steps=60",), PICTURE_WORDS, "--vision", hidden_size=64),
-    "notes": Task(("run.num_steps=30",), ("box ", "open", "shut", "inside?", " note?", " note: ")),
-    "pairs": Task(("run.num_steps=20",), ranks=True),
-    "distill": Task(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),
+    "vision": DemoTask(("run.num_steps=60",), PICTURE_WORDS, "--vision", hidden_size=64),
+    "notes": DemoTask(("run.num_steps=30",), ("box ", "open", "shut", "inside?", " note?", " note: ")),
+    "pairs": DemoTask(("run.num_steps=20",), ranks=True),
+    "distill": DemoTask(("run.num_steps=30",), teacher=("run.num_steps=500", "optim.schedule=linear")),
 }
 
 

@@ -32,7 +32,7 @@ from spmdrl.preflight.forecast import Model, predict
 from spmdrl.tools.fit import shortages, summary
 from spmdrl.tools.model_rows import Subject, Verdict, prepare, verdicts
 from spmdrl.tools.model_shrink import save_tiny, shrunk
-from spmdrl.tools.model_source import Source, released, source_of
+from spmdrl.tools.model_source import ModelSource, released, source_of
 from spmdrl.tools.program import ToolConsole, program
 from spmdrl.types import UserError
 
@@ -51,7 +51,9 @@ _USUAL: Mapping[str, Any] = {
 }
 
 
-def answers(source: Source, folder: Path, *, with_sglang: bool = False, on_one_rank: bool = False) -> Iterator[Verdict]:
+def answers(
+    source: ModelSource, folder: Path, *, with_sglang: bool = False, on_one_rank: bool = False
+) -> Iterator[Verdict]:
     """Build the tiny model in `folder` and answer every question about it. Raises UserError where none can be built."""
     path, cfg = folder / "tiny", ModelConfig(path="model")
     if refusal := refusal_of_config(source.config):
@@ -127,7 +129,7 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def _print(source: Source, found: Sequence[Verdict]) -> None:
+def _print(source: ModelSource, found: Sequence[Verdict]) -> None:
     table = Table(
         box=None, padding=(0, 2, 0, 0), title=f"{source.name} ({source.config.model_type})", title_justify="left"
     )

@@ -47,7 +47,7 @@ from spmdrl.tools.model_scores import (
     sequences,
     settings_of,
 )
-from spmdrl.tools.model_source import Source
+from spmdrl.tools.model_source import ModelSource
 from spmdrl.types import Request, UserError
 from spmdrl.types import Sequence as Tokens
 
@@ -87,7 +87,7 @@ Found = tuple[Answer, str]
 class Subject:
     """The tiny model of a source, and what is computed of it once."""
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: ModelSource, path: Path) -> None:
         """`path` is the directory of the tiny model."""
         self.source, self.path = source, str(path)
         self.batch = sequences()

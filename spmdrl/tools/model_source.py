@@ -28,7 +28,7 @@ _COUNT_LAYERS = {"layers_block_type", "hybrid_override_pattern", "num_layers"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model's settings as they were published."""
 
     name: str
@@ -64,7 +64,7 @@ def published_config(shape: str) -> Any:
     return config
 
 
-def source_of(given: str) -> Source:
+def source_of(given: str) -> ModelSource:
     """Read a model's settings. Raises UserError, with what is true, for what no model can be built of."""
     if given in released():
         row = released()[given]
@@ -72,7 +72,7 @@ def source_of(given: str) -> Source:
         for name in row.get("unset", ()):  # TOML has no null
             *tables, last = name.split(".")
             reduce(lambda table, key: table[key], tables, settings)[last] = None
-        return Source(given, _config(given, _whole(settings)), row.get("quantization"))
+        return ModelSource(given, _config(given, _whole(settings)), row.get("quantization"))
     path = Path(_cached(given) if given.startswith(PREFIX) else given)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -87,7 +87,7 @@ def source_of(given: str) -> Source:
     method = (
         quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization and "unknown"
     )
-    return Source(given, config, method, path if path.is_dir() else None)
+    return ModelSource(given, config, method, path if path.is_dir() else None)
 
 
 def _cached(given: str) -> str:

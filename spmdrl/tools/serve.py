@@ -49,7 +49,7 @@ FORMS: Mapping[str, CallForm] = {
 }
 
 
-class Sampling:
+class EngineThread:
     """An engine in a thread of its own, which others ask for responses."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -103,7 +103,7 @@ class Served:
     folder: str
     tokenizer: Any
     model: Any  # transformers' own, for the log-probabilities of given tokens
-    sampling: Sampling
+    sampling: EngineThread
     stops: frozenset[int]
     max_tokens: int  # of a prompt and its response
     numbers: Iterator[int]  # of replies
@@ -353,7 +353,7 @@ def open_served(path: str, *, max_running: int) -> Served:
         folder=folder,
         tokenizer=tokenizer,
         model=model,
-        sampling=Sampling(engine),
+        sampling=EngineThread(engine),
         stops=stop_token_ids(tokenizer, folder),
         max_tokens=model.config.get_text_config().max_position_embeddings,
         numbers=itertools.count(),

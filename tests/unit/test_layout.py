@@ -285,6 +285,11 @@ def test_rooms_stay_within_the_sizes_of_the_page() -> None:
     assert over == []
 
 
+def test_a_public_class_has_one_owner() -> None:
+    several = {name: places for name, places in measures.owners(measures.modules()).items() if len(places) > 1}
+    assert not several
+
+
 def test_few_files_are_small() -> None:
     paths = [path for path in measures.modules().values() if path.name != "__init__.py"]
     assert sum(measures.code_lines(path) < 40 for path in paths) <= len(paths) / 6
