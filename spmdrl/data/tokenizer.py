@@ -186,7 +186,7 @@ def require_model(path: str) -> None:
     """Raise UserError where a directory of a model cannot be, and say what to set instead."""
     if not Path(path).exists():
         is_hubs = re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
-        or_this = f', or to "hf:{path}", which is in huggingface_hub\'s cache or is fetched once' if is_hubs else ""
+        or_this = f', or to "hf:{path}", from the hub\'s cache or with run.download = true' if is_hubs else ""
         raise UserError(f'model.path = "{path}" does not exist; set it to a directory{or_this}')
     if Path(path, "adapter_config.json").is_file() and not Path(path, "config.json").is_file():
         raise UserError(

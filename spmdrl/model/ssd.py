@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmdrl.model.chunks import Chunks, cut, of_spans, running_sums
 
-_CHUNK_TOKENS = 48  # of 16 to 64, the fastest on a CPU for short and for long sequences
+_CHUNK_TOKENS = 48  # chosen on a CPU, for short and for long sequences
 _CPU_BLOCK_BYTES = 2**25  # of one value of each token in the heads that are computed together
 _CUDA_BLOCK_BYTES = 2**26  # enough to keep a device busy; some ten times as much exists at a time
 
