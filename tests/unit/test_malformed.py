@@ -433,7 +433,7 @@ MODEL = {
     "a file": Case(replaced("/model", "/rows.jsonl"), "is not a model directory: it has no config.json"),
     "a name on a hub": Case(
         nothing,
-        'does not exist; set it to a directory, or to "hf:Qwen/Qwen3-0.6B", which',
+        'does not exist; set it to a directory, or to "hf:Qwen/Qwen3-0.6B", from the hub',
         ("model.path=Qwen/Qwen3-0.6B",),
     ),
     "no config": Case(removed("model/config.json"), "is not a model directory: it has no config.json"),
