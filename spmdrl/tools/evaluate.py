@@ -102,12 +102,22 @@ def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     cfg = with_files_here(read_config(Config, str(run / "config.toml"), overrides))
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")
+    return cfg, _export_of(run)
+
+
+def _export_of(run: Path) -> Path:
+    """The folder of a run's exported model. Raises UserError where there is none."""
     if not (run / "hf" / "config.json").is_file():
         raise UserError(
             f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "
             "export.merged is false"
         )
-    return cfg, run / "hf"
+    return run / "hf"
+
+
+def _resolved(given: str) -> str:
+    """A run's exported model, or the model that is given itself. Raises UserError for a run without one."""
+    return str(_export_of(Path(given))) if Path(given, "config.toml").is_file() else given
 
 
 def _of_set(
@@ -115,12 +125,12 @@ def _of_set(
 ) -> tuple[Config, Path]:
     """Settings for a run's exported model, or any model, and an evaluation set: a name, a file of data, or a
     configuration. Raises UserError."""
-    model = str(Path(run, "hf")) if Path(run, "hf", "config.json").is_file() else run
+    model = _resolved(run)
     folder = model_folder(model, download) if model.startswith(PREFIX) else model
     if Path(name).suffix == ".toml":
         return _of_settings(name, folder, overrides)
     if Path(name).suffix in KINDS:
-        return _of_model(model, name, reward or USUAL_REWARD, overrides, download=download)
+        return _of_model(run, name, reward or USUAL_REWARD, overrides, download=download)
     chosen = set_tables(name, download=download)
     limit = load_model_config(ModelConfig(path=folder)).get_text_config().max_position_embeddings
     prompt = min(MAX_PROMPT_TOKENS, limit // 2)
@@ -156,8 +166,9 @@ def _of_settings(file: str, folder: str, overrides: Sequence[str]) -> tuple[Conf
 
 
 def _of_model(model: str, data: str, reward: str, overrides: Sequence[str], *, download: bool) -> tuple[Config, Path]:
-    """Settings for a model and all questions of a file, as `spmdrl init` would choose them. Raises UserError."""
-    options = ["--model", model, "--data", data, "--reward", reward, "--gpus", "0"]
+    """Settings for a model, or a run's, and all questions of a file, as `spmdrl init` would choose them. Raises
+    UserError."""
+    options = ["--model", _resolved(model), "--data", data, "--reward", reward, "--gpus", "0"]
     choices = choose(parse([*options, "--download"] if download else options))
     tables = starting_tables(choices, measured := measure(choices))
     every = {"num_prompts": measured.questions, "sources": tables["data"]["sources"]}
@@ -282,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--download", action="store_true", help="fetch a set, data or a model that is not in the cache")
     parser.add_argument("--trained-on", metavar="RUN", help="count the questions that are in this run's data too")
     parser.add_argument(
-        "--data", metavar="FILE", help="of a model that is no run's: jsonl or parquet, or hf:ORGANISATION/NAME"
+        "--data", metavar="FILE", help="in place of what a run held out: jsonl or parquet, or hf:ORGANISATION/NAME"
     )
     parser.add_argument(
         "--reward",

@@ -187,6 +187,12 @@ def test_a_set_within_a_run_is_that_of_the_exported_model(
     found = json.loads(capsys.readouterr().out)
     del found["set"], found["eval/seen_in_training_count"]
     assert found == pytest.approx(last, abs=1e-9)
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    of_file = []
+    for model in (str(run), f"{run}/hf"):
+        assert main([model, "--data", "own.jsonl", "--reward", "exact", "rollout.max_response_tokens=2"]) == 0
+        of_file.append(json.loads(capsys.readouterr().out))
+    assert of_file[0].pop("eval/seen_in_training_count") == 0 and of_file[0] == of_file[1], "a run is its model"
     for wrong, said in {
         'eval.sources=[{kind="set",name="maths500"}]': "is no evaluation set; did you mean math500? there are gsm8k, ",
         'eval.sources=[{kind="set",name="math500"}]': 'eval.sources.0.name = "math500": it is not in the cache; set '
