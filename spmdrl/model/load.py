@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -340,8 +341,9 @@ def _from_pretrained(
     config = load_model_config(cfg)
     model_class = type(model_without_memory(config, cfg))
 
-    def read(model: PreTrainedModel, _: Any, *others: Any) -> Any:
-        return model_class._load_pretrained_model(model, stored_weights(cfg.path), *others)
+    def read(model: PreTrainedModel, _: Any, files: Any, load_config: Any, *others: Any) -> Any:
+        with _ranks_without_experts(load_config.weight_mapping or ()):
+            return model_class._load_pretrained_model(model, stored_weights(cfg.path), files, load_config, *others)
 
     # transformers (5.19) takes a state dict in the place of a directory, but not beside it.
     own = {"_load_pretrained_model": staticmethod(read), **hooks}
@@ -366,6 +368,41 @@ def _from_pretrained(
             f'model.path = "{cfg.path}": its weights cannot be made of the tensors in its files, of which one may be '
             "missing, such as an expert of a layer"
         ) from error
+
+
+class _OrNoExperts(MergeModulelist):
+    """The operations that fuse the experts of files, on a rank that may own none of them: transformers (5.24) stacks
+    what a rank owns, and fails where that is nothing."""
+
+    def __init__(self, operations: Sequence[ConversionOps]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Fuse the experts, or return the rank's shard, which is empty."""
+        if not any(input_dict.values()):
+            shard = options["model"].get_parameter(options["full_layer_name"]).to_local()
+            return {options["target_patterns"][0]: torch.empty(shard.shape, dtype=shard.dtype)}
+        for operation in self._operations:
+            input_dict = operation.convert(input_dict, **options)
+        return input_dict
+
+
+@contextmanager
+def _ranks_without_experts(conversions: Iterable[WeightRenaming | WeightConverter]) -> Iterator[None]:
+    """Surround reading, where fewer experts than ranks may share a parameter."""
+    fusing = [
+        (one, one.operations)
+        for one in conversions
+        if isinstance(one, WeightConverter) and any(isinstance(each, MergeModulelist) for each in one.operations)
+    ]
+    for converter, operations in fusing:
+        converter.operations = [_OrNoExperts(operations)]
+    try:
+        yield
+    finally:  # an export reverts the operations
+        for converter, operations in fusing:
+            converter.operations = operations
 
 
 @torch.no_grad()

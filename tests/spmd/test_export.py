@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "fsdp": (save_qwen3, {}),
     "hsdp": (partial(save_qwen3, **longrope(20, num_factors=8)), {"dp_replicate": 2}),
     "packed-experts": (save_gpt_oss, {}),
+    "fewer-experts-than-ranks": (partial(save_qwen3_moe, vocab_size=64, num_experts=1, num_experts_per_tok=1), {}),
     "tied": (save_gemma3, {}),
     "tower-and-experts": (save_qwen3_vl_moe, {}),
     "tower": (save_gemma3_vl, {}),
