@@ -42,9 +42,11 @@ UNPACK_BROWSER := const fs = require("fs"), zlib = require("zlib"); for (const n
   "chromium", "al2023.tar", "swiftshader.tar"]) \
   fs.writeFileSync(name, zlib.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
 
-# Environments of their own: the pins of verifiers clash with those of SGLang, and a harness brings what nobody else needs.
+# Environments of their own: the pins of verifiers clash with those of SGLang, a harness brings what nobody else needs,
+# and a release needs little.
 VERIFIERS := .venv-verifiers
 LMEVAL := .venv-lmeval
+DIST := .venv-dist
 
 # The choice of `make setup TORCH=...` is remembered by the name of the stamp it leaves.
 STAMPS := $(wildcard $(VENV)/.installed-*)
@@ -270,10 +272,17 @@ bench-table: $(INSTALLED) ## put what was measured into README.md and docs/bench
 bench-check: $(INSTALLED) ## do README.md and docs/benchmarks.md show what was measured?
 	$(IN_VENV) python benchmarks/check.py
 
-dist: $(INSTALLED) ## build the sdist and the wheel of a release into dist/, and check them
+# build and twine alone: a wheel is made of files, and imports nothing.
+$(DIST)/.installed: $(CONSTRAINTS)
+	@$(PYTHON) -c '$(CHECK_VERSION)'
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip --disable-pip-version-check install -c $< build twine
+	@touch $@
+
+dist: $(DIST)/.installed ## build the sdist and the wheel of a release into dist/, and check them; it needs no .venv
 	rm -rf dist build *.egg-info
-	$(VENV)/bin/python -m build --outdir dist .
-	$(VENV)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/python -m twine check --strict dist/*
 
 docs: $(INSTALLED) ## write what is generated from the code into docs/ and configs/
 	$(VENV)/bin/python -m tests.gpu.proof.gpu_report

@@ -1,4 +1,4 @@
-"""The nouns of an episode's conversation, between a policy and its environment.
+"""The nouns of an episode's conversation, between a policy and its environment, and what settings need of all nouns.
 
 Environment processes import this module, so it imports nothing beyond Python.
 """
@@ -9,6 +9,13 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeGuard
+
+
+class UserError(ValueError):
+    """A user's request that cannot be met. The message says what was set, what is true, and what to set instead."""
+
+
+NO_TEACHER = -1  # in place of a teacher's place in the settings: of a sequence that is not distilled
 
 Message = dict[str, Any]  # of a chat, as transformers' chat templates take it: "role", "content", perhaps "tool_calls"
 

@@ -9,6 +9,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from spmdrl.preflight.settings import require_settings
+
+if __name__ == "__main__":  # a mistake need not wait for the imports below
+    require_settings("spmdrl.pairs")
+
 from spmdrl import checkpoint
 from spmdrl.config import PreferencesConfig
 from spmdrl.config.distill import REFERENCE

@@ -24,6 +24,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+from spmdrl.preflight.settings import require_settings
+
+if __name__ == "__main__":  # a mistake need not wait for the imports below
+    require_settings("spmdrl.train")
+
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all
 from spmdrl.algo.seeds import mix

@@ -17,7 +17,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from spmdrl.conversation import NO_TEACHER as NO_TEACHER
 from spmdrl.conversation import Action, Message, Observation, as_text
+from spmdrl.conversation import UserError as UserError
 
 FinishReason = Literal["stop", "length", "abort"]
 # Of an episode. The first three end a response too: an episode without an environment is one response.
@@ -33,10 +35,6 @@ EpisodeEnd = Literal[
     "environment_error",  # the environment failed, or its process died
     "summary",  # a summary was cut off, or no shorter than what it was to replace
 ]
-
-
-class UserError(ValueError):
-    """A user's request that cannot be met. The message says what was set, what is true, and what to set instead."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -369,9 +367,6 @@ class TurnSpan:
     newest: int = (
         0  # the first token of its newest weights, where older ones began the response; 0 where one version did
     )
-
-
-NO_TEACHER = -1  # of a sequence that is not distilled
 
 
 class Hint(NamedTuple):

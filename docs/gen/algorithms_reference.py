@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spmdrl.algo.advantage import ESTIMATORS
-from spmdrl.algo.formula import Formula, LossKind
+from spmdrl.algo.formula import ESTIMATORS, POLICY_LOSSES, Described, LossKind
 from spmdrl.algo.kl import KL_ESTIMATORS, LOSS_TERMS
-from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, VALUE_LOSS
+from spmdrl.algo.losses import AGGREGATIONS, VALUE_LOSS
 from spmdrl.faults.text import say
 
 _INTRODUCTION = """\
@@ -171,7 +170,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
 
 
-def _section(title: str, text: str, formulas: Mapping[str, Formula]) -> Iterator[str]:
+def _section(title: str, text: str, formulas: Mapping[str, Described]) -> Iterator[str]:
     yield f"## {title}\n\n{text}\n"
     yield "| name | formula | settings | source | when to use it |"
     yield "|---|---|---|---|---|"

@@ -25,7 +25,8 @@ read as TOML, and as text when it is not TOML:
 
     python -m spmdrl.train configs/demo.toml optim.lr=3e-6 run.name=second --dry-run
 
-Unknown keys, values of the wrong type and counts that do not fit together are errors, and all errors are shown at once.
+Unknown keys, values of the wrong type and counts that do not fit together are errors, and all of them are shown at once
+within a second. The models, data and code that settings name are checked next, and again all errors are shown.
 `--dry-run` checks a configuration and everything it names, prints it with the defaults filled in, and names the
 checkpoint from which the run would resume; `--ranks N` sets the number of ranks to check for. The run's folder keeps
 the resolved file as `config.toml`.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmdrl.algo.formula import Estimator
 from spmdrl.algo.segments import discounted_sums, on_tokens, sequence_of_token, sequence_sums
 from spmdrl.types import UserError
 
@@ -284,117 +283,6 @@ def _shifted(rewards: Tensor) -> Tensor:
 def _row_sums(values: Tensor, dim: int = 1) -> Tensor:
     """Sums along `dim`, which stays, first to last: `Tensor.sum` rounds differently for another number of groups."""
     return functools.reduce(torch.add, values.unbind(dim)).unsqueeze(dim)
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(
-        function=grpo,
-        text="(R - mean) / (std + 1e-6) of the group; with divide_by_std = false R - mean (Dr.GRPO)",
-        source="arXiv:2402.03300, arXiv:2503.20783",
-        when="The default. Without division prompts of little spread are not magnified.",
-        settings={"divide_by_std": True},
-    ),
-    "rloo": Estimator(
-        function=rloo,
-        text="R - mean of the other G - 1",
-        source="arXiv:2402.14740",
-        when="An unbiased baseline; small groups.",
-    ),
-    "reinforce_plus_plus": Estimator(
-        function=returns,
-        text="sum over j >= t of discount^(j - t) r_j, r_j = -kl_coef KL_j, at the last token + R; whitened",
-        source="arXiv:2501.03262",
-        when="KL in the reward, credited to the tokens that caused it. Prompts should be about equally difficult: none "
-        "has a baseline of its own.",
-        settings={"discount": 1.0},
-        whiten=True,
-        smallest_group=1,
-    ),
-    "reinforce_plus_plus_baseline": Estimator(
-        function=centre,
-        text="R - mean of the group; whitened",
-        source="arXiv:2501.03262",
-        when="As `grpo` with one deviation for all prompts instead of each group's.",
-        whiten=True,
-    ),
-    "gae": Estimator(
-        function=gae,
-        text="sum over j >= t of (discount gae_lambda)^(j - t) (r_j + discount V_j+1 - V_j), r_j as above; whitened",
-        source="arXiv:1506.02438, arXiv:1707.06347",
-        when="PPO with a critic (`[critic]`), which credits each token with what it changed; few rollouts per prompt.",
-        settings={"discount": 1.0, "gae_lambda": 0.95},
-        whiten=True,
-        smallest_group=1,
-    ),
-    "max_rl": Estimator(
-        function=max_rl,
-        text="(R - mean) / (mean + 1e-6) of the group, for rewards of 0 or more",
-        source="arXiv:2602.02710",
-        when="Verifiers of right and wrong, and prompts that are rarely solved: each counts by its log-likelihood.",
-    ),
-    "gdpo": Estimator(
-        function=centre,
-        text="sum over the terms k of the reward of weight_k (R_k - mean) / (std + 1e-6), each of the group; whitened",
-        source="arXiv:2601.05242",
-        when="Several terms in the reward: none of them drowns in the spread of another, whatever their scales.",
-        whiten=True,
-        per_term=True,
-    ),
-    "opo": Estimator(
-        function=opo,
-        text="R - sum(n R) / sum(n) over the group, n being a rollout's loss tokens",
-        source="arXiv:2505.23585",
-        when="Exactly on-policy training; lengths that differ much within a group.",
-    ),
-    "remax": Estimator(
-        function=remax,
-        text="R - the reward of one more response to the prompt, sampled greedily and not trained on",
-        source="arXiv:2310.10505",
-        when="One rollout per prompt, or few: the baseline costs one more response, and is the prompt's own.",
-        smallest_group=1,
-    ),
-    "none": Estimator(
-        function=no_advantage,
-        text="0",
-        source="spmdrl",
-        when="To learn from `[distill]` alone: rewards are measured, and nothing is trained on them.",
-        smallest_group=1,
-    ),
-    "pass_at_k": Estimator(
-        function=pass_at_k,
-        text="(E[best of k, this one among them] - E[best of k]) / (std[best of k] + 1e-6), over subsets of the group",
-        source="arXiv:2508.10751",
-        when="To keep exploring: a group that has one right answer in k counts as solved.",
-        settings={"k": 4},
-    ),
-    "gigpo": Estimator(
-        function=gigpo,
-        text="A_E + step_weight A_S: `grpo` of the rewards, and `grpo` of the turns' returns, sum over k >= t of "
-        "discount^(k - t) r_k, among the group's turns that began in the same state",
-        source="arXiv:2505.10978",
-        when="Episodes of many turns (`[environment]`) whose rollouts meet the same states again.",
-        settings={"discount": 0.95, "step_weight": 1.0, "divide_by_std": True},
-    ),
-    "grpo_by_role": Estimator(
-        function=grpo_by_role,
-        text="`grpo` of each role's reward among the group's rollouts, on its turns: what these earned, and what no "
-        "turn did",
-        source="arXiv:2506.24119",
-        when="Episodes in which the policy plays several roles (`[environment]`), such as two players or an agent and "
-        "those that it asks.",
-        settings={"divide_by_std": True},
-    ),
-    "hierarchical_grpo": Estimator(
-        function=hierarchical_grpo,
-        text="`grpo_by_role`, but for roles `TEAM/NAME`: `grpo` among the team's members in the same rollout",
-        source="prime-rl pull request 3138",
-        when="Episodes with several attempts at what the policy itself has set: solvers of a proposed problem, "
-        "sub-agents of one plan.",
-        settings={"divide_by_std": True},
-    ),
-}
-# What is known of a function of the user's before it is loaded.
-UNKNOWN_ESTIMATOR = Estimator(function=lambda rewards: rewards, text="", source="", when="", smallest_group=1)
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:

@@ -6,15 +6,11 @@ J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.htm
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from spmdrl.algo.formula import Formula
+from spmdrl.algo.formula import Divergence, Formula
 from spmdrl.algo.segments import expert_imbalance
-
-Divergence = Literal["reverse", "forward", "jsd"]  # `model.divergence.next_token_divergence` defines them
 
 _SMALLEST_REST = 1e-7  # of a probability that is 1 less a float32 sum
 _MAX_LOG_RATIO = 80.0  # what exceeds it changes nothing in float32; exp of it does not overflow

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spmdrl.algo.formula import Formula, LossKind
+from spmdrl.algo.formula import Formula
 from spmdrl.algo.seeds import uniform
 from spmdrl.algo.segments import sequence_means
 
@@ -374,81 +374,6 @@ def _inside(
     left = loss_mask & is_far & (log_ratio.detach() * advantages > 0)
     ratio = torch.where(left, 0.0, log_ratio).exp()
     return PolicyLoss(torch.where(left, 0.0, -ratio * advantages), left, log_ratio.detach().exp())
-
-
-POLICY_LOSSES: dict[str, LossKind] = {
-    "ppo": LossKind(
-        function=ppo,
-        text="max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A); with dual_clip c, where A < 0, at most -c A",
-        source="arXiv:1707.06347, arXiv:2503.14476 (two bounds), arXiv:1912.09729 (dual)",
-        when="The default. A higher clip_high (0.28) leaves unlikely tokens room to grow.",
-        settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-    ),
-    "gspo": LossKind(
-        function=gspo,
-        text="max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of d)",
-        source="arXiv:2507.18071",
-        when="Mixtures of experts, where single ratios are noise; long responses.",
-        settings={"clip_low": 3e-4, "clip_high": 4e-4},
-        per_sequence=True,
-    ),
-    "cispo": LossKind(
-        function=cispo,
-        text="-stop_grad(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob",
-        source="arXiv:2506.13585; the bound of 5 is arXiv:2510.13786's",
-        when="Several updates a step without losing rare tokens to the clip.",
-        settings={"clip_low": 1.0, "clip_high": 4.0},
-    ),
-    "gmpo": LossKind(
-        function=gmpo,
-        text="-A exp(mean over the sequence of min(d, clip_high) where A > 0, of max(d, -clip_low) elsewhere)",
-        source="arXiv:2507.20673",
-        when="As `gspo`, with outliers bounded token by token; the bounds are in nats.",
-        settings={"clip_low": 0.4, "clip_high": 0.4},
-        per_sequence=True,
-    ),
-    "sapo": LossKind(
-        function=sapo,
-        text="-A sigmoid(tau (ratio - 1)) 4 / tau, tau = tau_positive where A > 0, else tau_negative",
-        source="arXiv:2511.20347",
-        when="A trust region without an edge.",
-        settings={"tau_positive": 1.0, "tau_negative": 1.05},
-    ),
-    "clip_cov": LossKind(
-        function=clip_cov,
-        text="`ppo`; 0 at cov_fraction of the tokens, chosen at random among those with cov_low < cov < cov_high",
-        source="arXiv:2505.22617",
-        when="Entropy collapses: the tokens that lower it most are left out at random.",
-        settings={"clip_low": 0.2, "clip_high": 0.2},
-        prioritise=random_priorities,
-        choice={"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    ),
-    "kl_cov": LossKind(
-        function=kl_cov,
-        text="-ratio A; + cov_kl_coef abs(d) at the cov_fraction of tokens with the greatest cov",
-        source="arXiv:2505.22617",
-        when="Entropy collapses: the tokens that lower it most are held back.",
-        settings={"cov_kl_coef": 1.0},
-        prioritise=greatest_first,
-        choice={"cov_fraction": 2e-3},
-        off_policy_only=True,
-    ),
-    "dppo_tv": LossKind(
-        function=dppo_tv,
-        text="-exp(s) A, s = logprob - rollout_logprob; 0 where abs(p - q) > divergence_threshold and s A > 0, p and q "
-        "being the two probabilities",
-        source="arXiv:2602.04879",
-        when="Stale tokens, and engines unlike the trainer: rare tokens may move far in ratio, likely ones not.",
-        settings={"divergence_threshold": 0.15},
-    ),
-    "dppo_kl": LossKind(
-        function=dppo_kl,
-        text="as `dppo_tv`, with q log(q / p) + (1 - q) log((1 - q) / (1 - p)) in place of abs(p - q)",
-        source="arXiv:2602.04879",
-        when="As `dppo_tv`; a distance that also counts what happens to improbable tokens.",
-        settings={"divergence_threshold": 0.05},
-    ),
-}
 
 
 # The critic's loss: how far its value of each token is from the return.

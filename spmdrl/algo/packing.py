@@ -10,7 +10,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
-from spmdrl.types import UserError
+from spmdrl.conversation import UserError
 
 # (minus its cost, minus its number of sequences, the index of one of them). With minus signs a sorted list has its
 # cheapest bin last, where a list is changed at no expense; of equal costs that is the one with the fewest sequences.

@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from spmdrl.algo.advantage import ESTIMATORS, UNKNOWN_ESTIMATOR
-from spmdrl.algo.formula import Estimator, LossKind
-from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.formula import ESTIMATORS, POLICY_LOSSES, UNKNOWN_ESTIMATOR, Estimator, LossKind
 from spmdrl.config.base import (
     Count,
     Fraction,

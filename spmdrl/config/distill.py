@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.algo.kl import Divergence
+from spmdrl.algo.formula import Divergence
 from spmdrl.config.base import Count, PathText, Positive, Section, Temperature, is_set, rule
-from spmdrl.types import NO_TEACHER
+from spmdrl.conversation import NO_TEACHER
 
 ModelName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w-]+$")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from spmdrl.types import UserError
+from spmdrl.conversation import UserError
 from spmdrl.user_code import load
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import Config, CorrectionConfig, LossConfig, ParallelConfig, TuningConfig, run_rules
-from spmdrl.types import UserError
+from spmdrl.conversation import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from spmdrl.config.errors import (
 )
 from spmdrl.config.strict import read_bytes, shown, utf8_problem
 from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
-from spmdrl.types import UserError
+from spmdrl.conversation import UserError
 
 _MAX_BYTES = 2**20  # of a configuration
 _STRICT = ConfigDict(strict=True)  # as in Section

@@ -17,7 +17,7 @@ from spmdrl.config.data import (
 from spmdrl.config.distill import FEEDBACK, REFERENCE
 from spmdrl.config.rules import is_per_sequence
 from spmdrl.config.whole import Config, SftConfig
-from spmdrl.types import NO_TEACHER
+from spmdrl.conversation import NO_TEACHER
 
 # Algorithms of their own.
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from spmdrl.types import UserError
+from spmdrl.conversation import UserError
 
 MAX_BYTES = 256 * 2**20  # of a file that is read as a whole; the index of a model of 10^6 tensors has 100 MB
 MAX_DEPTH = 100  # lists and objects inside each other; Python's own limit, 1,000 calls, ends programs that walk them

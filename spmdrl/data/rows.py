@@ -140,7 +140,7 @@ class ParquetRows:
             raise UserError(f'{shown(path)} has the column "{twice[0]}" twice; rename one of them')
 
     def where(self, place: int) -> str:
-        return f"{self._name} row {place + 1}"
+        return f"{self._name} row {place + 1} of {self._starts[-1]}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         place = num_bytes = 0

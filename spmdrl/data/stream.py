@@ -411,12 +411,22 @@ def _distinct(source: Source, encoder: PromptEncoder, seen: set[str]) -> Iterato
     while misses < MAX_ATTEMPTS if source.num_rows is None else index < source.num_rows:
         row = source.row(index)
         key = question_key(row)
-        is_new = key not in seen and encoder.fits(row)
+        is_new = key not in seen and _fits(row, source, encoder)
         if is_new:
             seen.add(key)
             yield HeldOutRow(source, index)
         index += 1
         misses = 0 if is_new else misses + 1
+
+
+def _fits(row: Row, source: Source, encoder: PromptEncoder) -> bool:
+    """Return whether a row fits. Raises UserError where it is wrong, about the first such row of its file."""
+    try:
+        return encoder.fits(row)
+    except UserError:
+        for other in source.in_file_order() if isinstance(source, FileSource) else ():
+            encoder.fits(other)
+        raise
 
 
 def make_training_stream(

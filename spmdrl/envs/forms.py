@@ -223,8 +223,11 @@ class ChatForm:
             delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         common = {key: response[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         events = [
-            common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
-            for part, reason in ((delta, None), ({}, choice["finish_reason"]))
+            common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": logprobs}]}
+            for part, reason, logprobs in (
+                (delta, None, choice["logprobs"]),
+                ({}, choice["finish_reason"], None),
+            )
         ]
         match body.get("stream_options"):
             case {"include_usage": True}:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spmdrl.algo.kl import Divergence, merged_divergence
+from spmdrl.algo.formula import Divergence
+from spmdrl.algo.kl import merged_divergence
 from spmdrl.model import logits_tile
 from spmdrl.model.logits_tile import GradientTerms, Scale, Tile
 from spmdrl.model.logprobs import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -21,7 +20,7 @@ from spmdrl.dist.launcher import require_launch_environment
 from spmdrl.dist.session import are_restarted, launched_ranks
 from spmdrl.faults.failure import failure_in, no_room
 from spmdrl.faults.supervise import die_with_parent
-from spmdrl.faults.text import OUTPUT, Parser, say
+from spmdrl.faults.text import OUTPUT, say
 from spmdrl.faults.verdict import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -32,6 +31,7 @@ from spmdrl.faults.verdict import (
 from spmdrl.preflight.checks import decoded_lines
 from spmdrl.preflight.hub import located
 from spmdrl.preflight.inputs import open_inputs
+from spmdrl.preflight.settings import parse
 from spmdrl.report import RunFolder
 from spmdrl.run import Inputs, Launch, SettingsT, open_launch
 from spmdrl.types import UserError
@@ -49,7 +49,7 @@ def run_from_command_line(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which torchrun's agent has started
         die_with_parent()
-    arguments = _parse(argv)
+    arguments = parse(argv)
     make_stdio_lenient()
     transformers_logging.disable_progress_bar()  # one bar per rank would bury the run's own
     try:
@@ -102,21 +102,6 @@ def import_libraries(kind: type[SettingsT], path: str, *overrides: str) -> None:
     with contextlib.suppress(UserError, MissingSetting):
         for source in read_fields(kind, path, overrides).data.sources:
             import_library(source)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        description="Settings are documented in docs/configuration.md.",
-        epilog="example: torchrun --nproc-per-node 2 -m spmdrl.train configs/demo.toml optim.lr=3e-4",
-    )
-    parser.add_argument("config", help="TOML file")
-    parser.add_argument("override", nargs="*", help="section.key=value, read as TOML")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
-    parser.add_argument("--ranks", type=int, default=None, help="with --dry-run: the ranks torchrun will start")
-    arguments = parser.parse_intermixed_args(argv)
-    if arguments.ranks is not None and (arguments.ranks < 1 or not arguments.dry_run):
-        parser.error("--ranks needs --dry-run and a number of at least 1; torchrun decides the ranks of a run")
-    return arguments
 
 
 def _print_dry_run(

@@ -7,6 +7,7 @@ data mesh.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -140,8 +141,10 @@ def advantage_problems(cfg: Config) -> Iterator[str]:
 
 
 def _estimator(cfg: AdvantageConfig) -> Estimator:
-    """The estimator with its function. Raises ValueError when that is the user's and cannot be loaded."""
-    return replace(cfg.formula, function=load(cfg.estimator)) if cfg.is_custom else cfg.formula
+    """The estimator with what its function takes. Raises ValueError when that is the user's and cannot be loaded."""
+    if not cfg.is_custom:
+        return cfg.formula
+    return replace(cfg.formula, name=cfg.estimator, needs=tuple(inspect.signature(load(cfg.estimator)).parameters))
 
 
 def _estimated(

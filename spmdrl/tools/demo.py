@@ -17,8 +17,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdrl.faults.supervise import Requests, shell_code
+from spmdrl.faults.supervise import Requests, dry_run, shell_code
 from spmdrl.faults.text import Parser, say, tolerates_lost_output
+from spmdrl.preflight.settings import require_settings
 from spmdrl.tools.demo_data import COLOURS, CONFIGS, PICTURE_WORDS
 from spmdrl.tools.program import inline
 
@@ -102,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trial.insert(-1, f"reward.terms={TRUTH}")
         rl.append(f'reward.terms=[{{kind="model",path="{run_folder}-rank/hf",template="pairs"}},{MEASURED}]')
     rl += arguments.override
+    require_settings("spmdrl.train", dry_run(rl[2:], arguments.nproc))
     last_title = "the exported model, loaded by transformers, on the same held-out prompts"
     last = ["spmdrl.tools.evaluate", run_folder]
     if task.ranks:

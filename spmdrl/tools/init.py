@@ -180,8 +180,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--reward",
         type=option(str),
+        action="append",
         metavar="KIND",
-        help=f"{', '.join(REWARDS)}, or a function such as my.py:score; others after a comma count a tenth of it",
+        help=f"{', '.join(REWARDS)}, or a function such as my.py:score; others, after a comma or by the option again, "
+        "count a tenth of it",
     )
     parser.add_argument(
         "--teacher", type=option(PathText), metavar="DIR", help="distill: the model to learn from, as --model"
@@ -224,8 +226,9 @@ def choose(arguments: argparse.Namespace) -> Choices:
     images = _image_column(record, arguments.image_column, load_model_config(ModelConfig(path=folder)))
     needs = TASKS[arguments.task].needs
     if needs is not None and getattr(arguments, needs) is None:
-        setattr(arguments, needs, _ask(f"--{needs}", QUESTIONS[needs]))
-    rewards = tuple(arguments.reward.split(",")) if arguments.reward is not None else ()
+        answer = _ask(f"--{needs}", QUESTIONS[needs])
+        setattr(arguments, needs, [answer] if needs == "reward" else answer)
+    rewards = tuple(_rewards(arguments.reward or ()))
     _require_rewards(rewards, columns, record)
     if arguments.teacher is not None:
         _here(model_folder, arguments.teacher, "--teacher", download=arguments.download)
@@ -255,6 +258,12 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} has no meaning for spmdrl {arguments.task}; remove it")
     if arguments.answer_column and arguments.reward is None and task.needs != "reward":
         raise UserError("--answer-column is for a reward, and there is none; give --reward, or remove it")
+
+
+def _rewards(given: Sequence[str]) -> Iterator[str]:
+    """Yield the rewards that options name, several of them after commas; the name of a file may have commas too."""
+    for text in given:
+        yield from [text] if Path(text.rpartition(":")[0]).is_file() else text.split(",")
 
 
 def _require_rewards(rewards: Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> None:

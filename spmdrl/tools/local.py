@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         given = [arguments.config, *arguments.override]
+        from spmdrl.preflight.settings import require_settings  # only here: --help need not wait for pydantic
+
+        require_settings(arguments.module, dry_run(given, num_ranks))
         if not arguments.dry_run:
             with starter_of(arguments.module, given, num_ranks=num_ranks, num_gpus=num_gpus) as starter:
                 return tell(launch(starter, requests))
@@ -87,20 +90,22 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
     """
     _, model, data, *rest = argv
     task = _task(argv)
-    own, options, others = [], {"--model": model, "--data": data}, iter(rest)
+    own, options, others = [], [("--model", model), ("--data", data)], iter(rest)
     for one in others:
         name, _, value = one.partition("=")
         if one == "--dry-run" or not one.startswith("-"):
             own.append(one)
         elif one in ("--download", "--no-verdict"):
-            options[one] = ""
+            options.append((one, ""))
         elif name in ("--nproc", "--ranks"):
             own += [name, value or next(others, "")]
         else:
-            options[name] = value or next(others, "")
-    options.setdefault("--name", run_name(model, data, task))
-    given = [f"{name}={value}" if value else name for name, value in options.items()]
-    written, header = Path(f"{options['--name']}.toml"), f"# spmdrl {task} {shlex.join(given)}\n"
+            options.append((name, value or next(others, "")))
+    chosen = dict(options)
+    if "--name" not in chosen:
+        options.append(("--name", run_name(model, data, task)))
+    given = [f"{name}={value}" if value else name for name, value in options]
+    written, header = Path(f"{dict(options)['--name']}.toml"), f"# spmdrl {task} {shlex.join(given)}\n"
     if written.exists():
         if written.read_text(encoding="utf-8", errors="replace").startswith(header):
             return [task, str(written), *own]
@@ -108,7 +113,7 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
             f"{written} is there already, and was not written for these options; start it with `spmdrl {task} "
             f"{written}`, give the run another --name, or remove the file"
         )
-    if "--task" in options:
+    if "--task" in chosen:
         raise _refused(f"--task has no meaning for spmdrl {task}, which says it; remove it")
     command = [sys.executable, "-m", "spmdrl.tools.init", "--out", str(written), *given, "--task", task]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:

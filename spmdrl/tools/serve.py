@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -41,12 +41,21 @@ from spmdrl.types import Request, Response, UserError
 
 MAX_BODY_BYTES = 16 * 2**20
 MOST_CHOICES = 128  # of one call, as OpenAI's
+MOST_TOP = 20  # tokens named in the place of one of a chat completion, as OpenAI's
 USUAL_TOKENS = 16  # of a completion that names no limit, as OpenAI's
 FORMS: Mapping[str, CallForm] = {
     "/v1/chat/completions": ChatForm(),
     "/v1/responses": ResponsesForm(),
     "/v1/messages": MessagesForm(),
 }
+
+
+class Scored(NamedTuple):
+    """A token of a text, with what the model itself says, at temperature 1."""
+
+    token_id: int
+    logprob: float | None  # given the tokens before it; None of the first
+    best: Sequence[tuple[int, float]]  # tokens that are the most probable in its place, with their log-probabilities
 
 
 class EngineThread:
@@ -111,9 +120,11 @@ class Served:
 
     def answer(self, form: CallForm, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a conversation, as often as `n` says. Raises CallError."""
-        count = 1
-        if isinstance(form, ChatForm) and not body.get("stream"):  # its form knows one choice
-            count, body = body.get("n") or 1, body | {"n": 1}
+        count, top = 1, None
+        if isinstance(form, ChatForm):  # its form, which agents in training have too, knows neither
+            top, body = _num_top(body), body | {"logprobs": None}
+            if not body.get("stream"):
+                count, body = body.get("n") or 1, body | {"n": 1}
             if not isinstance(count, int) or not 1 <= count <= MOST_CHOICES:
                 raise CallError(f"n must be a whole number from 1 to {MOST_CHOICES}, not {count!r}")
         call, number = form.read(body), next(self.numbers)
@@ -135,6 +146,8 @@ class Served:
                 num_tokens=len(response.token_ids),
             )
             answers.append(form.write(Reply(number=number, action=counted), body))
+            if top is not None:
+                answers[-1]["choices"][0]["logprobs"] = self._chat_logprobs(prompt, response.token_ids, top)
         return answers[0] if count == 1 else _together(answers)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +230,7 @@ class Served:
         echoes = bool(body.get("echo"))
         logprobs = None
         if body.get("logprobs") is not None:
-            scored = self._scores((*prompt, *sampled), int(body["logprobs"]))
+            scored = self._logprobs((*prompt, *sampled), int(body["logprobs"]))
             logprobs = {name: values[0 if echoes else len(prompt) :] for name, values in scored.items()}
         return {
             "index": place,
@@ -226,25 +239,45 @@ class Served:
             "logprobs": logprobs,
         }
 
+    def _logprobs(self, token_ids: tuple[int, ...], top: int) -> dict[str, list[Any]]:
+        """The log-probabilities of a text's tokens, as completions have them."""
+        scored = self._scores(token_ids, top)
+        tokens = [self._text((token,)) for token in token_ids]
+        tops = [self._by_text(one.best) or None for one in scored]
+        offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
+        own = [one.logprob for one in scored]
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+    def _by_text(self, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the log-probabilities of tokens by their texts: of those with the same one the most probable's."""
+        found: dict[str, float] = {}
+        for token, value in best:
+            found.setdefault(self._text((token,)), value)
+        return found
+
+    def _chat_logprobs(self, prompt: tuple[int, ...], sampled: tuple[int, ...], top: int) -> dict[str, Any]:
+        """Those of a response, as chat completions have them, with the token that ended it."""
+
+        def named(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._text((token,))
+            # A token may be a part of a character.
+            return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+        scored = self._scores((*prompt, *sampled), top)[len(prompt) :]
+        content = [
+            named(one.token_id, one.logprob) | {"top_logprobs": [named(*best) for best in one.best]} for one in scored
+        ]
+        return {"content": content, "refusal": None}
+
     @torch.no_grad()
-    def _scores(self, token_ids: tuple[int, ...], top: int) -> dict[str, list[Any]]:
-        """The log-probability of each token given those before it, and of the most probable ones in its place."""
+    def _scores(self, token_ids: tuple[int, ...], top: int) -> list[Scored]:
         with self.scoring:
             logits = self.model(torch.tensor([token_ids], device=self.model.device)).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).cpu()
         own = logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
-        best: list[dict[str, float] | None] = [None]
-        if top:
-            values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-            for of_place, at_place in zip(values.tolist(), ids.tolist(), strict=True):
-                found: dict[str, float] = {}
-                for value, token in zip(of_place, at_place, strict=True):
-                    found.setdefault(self._text((token,)), value)  # of tokens with the same text the most probable
-                best.append(found)
-        tokens = [self._text((token,)) for token in token_ids]
-        offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
-        tops = best if top else [None] * len(token_ids)
-        return {"tokens": tokens, "token_logprobs": [None, *own], "top_logprobs": tops, "text_offset": offsets}
+        values, ids = (found.tolist() for found in logprobs.topk(min(top, logprobs.shape[-1]), dim=-1))
+        best = [list(zip(*one, strict=True)) for one in zip(ids, values, strict=True)]
+        return [Scored(*one) for one in zip(token_ids, [None, *own], [[], *best], strict=True)]
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(
@@ -252,6 +285,19 @@ class Served:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _num_top(body: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a chat completion is to name in the place of each; None where it wants no
+    log-probabilities."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if wanted not in (None, False, True):
+        raise CallError(f"logprobs must be true or false, not {wanted!r}")
+    if top is not None and (type(top) is not int or not 0 <= top <= MOST_TOP):
+        raise CallError(f"top_logprobs must be a whole number from 0 to {MOST_TOP}, not {top!r}")
+    if top and not wanted:
+        raise CallError(f"top_logprobs = {top} needs logprobs = true")
+    return (top or 0) if wanted else None
 
 
 def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -315,7 +361,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, message: str) -> None:
         self.close_connection = True  # the body may not have been read
-        self._send(status, {"error": {"message": message, "type": "invalid_request_error", "code": None}})
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        self._send(status, {"error": error})
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
         self._write(status, "application/json", json.dumps(body).encode())

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss
+from spmdrl.algo.formula import POLICY_LOSSES
+from spmdrl.algo.losses import PolicyLoss
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import policy_loss_function
 from spmdrl.types import MicroBatch

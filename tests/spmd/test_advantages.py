@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl import checkpoint
 from spmdrl.algo.advantage import returns
-from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.formula import POLICY_LOSSES
 from spmdrl.algo.metrics import scalars
 from spmdrl.algo.seeds import mix, uniform
 from spmdrl.algo.segments import on_tokens

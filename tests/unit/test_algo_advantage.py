@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo import advantage
-from spmdrl.algo.advantage import EPS, ESTIMATORS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
+from spmdrl.algo.advantage import EPS, gae, moments, pass_at_k, remax, returns, whiten, with_final_rewards
+from spmdrl.algo.formula import ESTIMATORS
 from spmdrl.config import AdvantageConfig
 from spmdrl.types import UserError
 from spmdrl.user_code import call
@@ -257,7 +258,7 @@ def test_the_table_knows_each_function(name: str) -> None:
     known = {"token_rewards", "loss_mask", "cu_seqlens", "values"} if estimator.per_token else GROUP_COLUMNS
     known = known | TURN_COLUMNS if estimator.per_turn else known
     assert estimator.per_turn is (name in ("gigpo", "grpo_by_role", "hierarchical_grpo"))
-    assert set(estimator.settings) <= set(inspect.signature(estimator.function).parameters)
+    assert {*estimator.needs, *estimator.settings} == set(inspect.signature(estimator.function).parameters)
     assert set(estimator.needs) <= known and estimator.per_token is (name in ("gae", "reinforce_plus_plus"))
     assert AdvantageConfig(estimator=name).estimator == name
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from spmdrl.algo.losses import POLICY_LOSSES, chosen_tokens, covariances, highest, num_chosen, random_priorities
+from spmdrl.algo.formula import POLICY_LOSSES
+from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen, random_priorities
 from spmdrl.algo.segments import sequence_means
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import COLUMNS, PolicyObjective, policy_loss_function, policy_loss_problems
@@ -115,7 +116,7 @@ def test_weights_of_tokens_act_as_their_mean_on_losses_of_sequences(kind: str) -
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_table_knows_each_function(name: str) -> None:
     kind = POLICY_LOSSES[name]
-    assert set(kind.settings) <= set(inspect.signature(kind.function).parameters)
+    assert {*kind.needs, *kind.settings} == set(inspect.signature(kind.function).parameters)
     assert len({"old_logprobs", "rollout_logprobs"} & set(kind.needs)) == 1
     others = {"logprobs", "advantages", "loss_mask", "cu_seqlens", "chosen"}
     assert set(kind.needs) <= {"old_logprobs", "rollout_logprobs", *others}

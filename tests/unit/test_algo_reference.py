@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import get_args
 
 from docs.gen.algorithms_reference import reference
-from spmdrl.algo.advantage import ESTIMATORS
+from spmdrl.algo.formula import ESTIMATORS, POLICY_LOSSES
 from spmdrl.algo.kl import KL_ESTIMATORS
-from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES
+from spmdrl.algo.losses import AGGREGATIONS
 from spmdrl.config import AdvantageConfig, LossConfig, RewardConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, vetoed
-from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.formula import POLICY_LOSSES
 from spmdrl.algo.metrics import EffectiveFraction, Metrics, TokenValue, Worst, fetched, merge_all
 from spmdrl.config import CorrectionConfig, LossConfig, MismatchLimits
 from spmdrl.config.plan import needs_old_logprobs

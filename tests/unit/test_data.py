@@ -319,6 +319,19 @@ def test_long_prompts_are_named_or_dropped(tmp_path: Path) -> None:
         training_stream(file, max_prompt_tokens=5, overlong="drop")
 
 
+def test_the_first_row_that_is_wrong_is_named_also_where_rows_are_drawn(tmp_path: Path) -> None:
+    records = [{"prompt": f"{i:02}" * (10 if i > 3 else 1), "answer": "1"} for i in range(94)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "rows")
+    files = {
+        "line 5": jsonl(tmp_path / "lines", records),
+        "row 5 of 94": FileData(kind="parquet", path=str(tmp_path / "rows")),
+    }
+    for place, file in files.items():
+        held_out_cfg = HeldOutConfig(sources=(file,), num_prompts=3)
+        with pytest.raises(UserError, match=f"{place}: the prompt has 20 tokens"):
+            make_held_out(data(file, max_prompt_tokens=15), held_out_cfg, tokenizer=byte_tokenizer())
+
+
 # Generated tasks
 
 

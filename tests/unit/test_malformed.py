@@ -334,15 +334,15 @@ DATA = {
         "cannot read s3://bucket/rows.parquet: No such file or directory",
     ),
     "parquet of text that is none": Case(
-        parquet(prompt=["a"], answer=NOT_TEXT), "row 1 holds a value that cannot be read"
+        parquet(prompt=["a"], answer=NOT_TEXT), "row 1 of 1 holds a value that cannot be read"
     ),
     "parquet of a time zone that nobody knows": Case(
         parquet(prompt=["a"], answer=["1"], at=pyarrow.array([1], pyarrow.timestamp("us", tz="Mars/Base"))),
-        "row 1 holds a value that cannot be read",
+        "row 1 of 1 holds a value that cannot be read",
     ),
     "parquet of a year beyond years": Case(
         parquet(prompt=["a"], answer=["1"], day=pyarrow.array([2**31 - 1], pyarrow.date32())),
-        "row 1 holds a value that cannot be read",
+        "row 1 of 1 holds a value that cannot be read",
     ),
     "messages and a system prompt": Case(
         row('{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}'), "the tokenizer has no chat template"

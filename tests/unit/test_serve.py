@@ -19,14 +19,17 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spmdrl.data.tokenizer import encode_prompt
 from spmdrl.envs.forms import CallError, MessagesForm
-from spmdrl.tools.serve import Handler, Server, main, open_served
+from spmdrl.tools.serve import Handler, Served, Server, main, open_served
 from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.types import Request
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 TEXT = "12 + 30 ="
+ASKED = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +41,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def served(folder: Path) -> Iterator[Served]:
     served = open_served(str(folder), max_running=8)
+    yield served
+    served.sampling.close()
+
+
+@pytest.fixture(scope="module")
+def url(served: Served) -> Iterator[str]:
     server = Server(("127.0.0.1", 0), functools.partial(Handler, served))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-    served.sampling.close()
 
 
 @pytest.fixture
@@ -83,6 +91,34 @@ def test_completions_are_the_models_own_with_its_logprobs(folder: Path, client: 
     given = client.completions.create(model="policy", prompt=ids[0].tolist(), max_tokens=0, logprobs=1, echo=True)
     assert given.choices[0].logprobs is not None
     assert (given.choices[0].logprobs.token_logprobs or [])[1:] == pytest.approx(expected[: len(ids[0]) - 1], abs=1e-5)
+
+
+def test_chat_logprobs_are_those_of_completions_and_of_the_engine(served: Served, client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+    prompt, _ = encode_prompt(served.tokenizer, messages, system_prompt=None, chat_template="auto")
+    greedy: dict[str, Any] = {"model": "policy", "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **greedy)
+    completion = client.completions.create(prompt=[*prompt], logprobs=3, **greedy).choices[0].logprobs
+    found = chat.choices[0].logprobs
+    assert found is not None and completion is not None
+    content = found.content or []
+    assert [one.token for one in content] == completion.tokens
+    assert [one.logprob for one in content] == completion.token_logprobs
+    assert all(bytes(one.bytes or []).decode() == one.token for one in content)
+    for one, best in zip(content, completion.top_logprobs or [], strict=True):
+        assert len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob == max(best.values())
+        assert {other.token: other.logprob for other in reversed(one.top_logprobs)} == best
+    request = Request(prompt_ids=prompt, seed=0, max_response_tokens=6, temperature=0.0, stop_token_ids=served.stops)
+    sampled = served.sampling.submit(request).result()
+    assert [one.logprob for one in content] == pytest.approx(sampled.logprobs, abs=1e-5)
+    parts = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, stream=True, **greedy)
+    streamed = [part.choices[0].logprobs for part in parts if part.choices]
+    assert [one for some in streamed if some for one in some.content or []] == content
+    two = client.chat.completions.create(messages=messages, logprobs=True, n=2, **greedy).choices
+    assert [[one.logprob for one in (choice.logprobs and choice.logprobs.content) or []] for choice in two] == (
+        [completion.token_logprobs] * 2
+    )
+    assert client.chat.completions.create(messages=messages, **greedy).choices[0].logprobs is None
 
 
 def test_seeds_repeat_and_requests_run_together(client: OpenAI) -> None:
@@ -139,8 +175,11 @@ def test_other_forms_say_the_same_greedy_answer(url: str, client: OpenAI) -> Non
         ("/v1/completions", {"prompt": TEXT, "stop": [1]}, "stop must be a text or a list of texts"),
         ("/v1/completions", {"prompt": TEXT, "logprobs": [1]}, "logprobs and n must be whole numbers"),
         ("/v1/completions", {"prompt": TEXT, "n": 129}, "n from 1 to 128"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 129}, "from 1 to 128, not 129"),
+        ("/v1/chat/completions", ASKED | {"n": 129}, "from 1 to 128, not 129"),
         ("/v1/completions", {"prompt": TEXT, "seed": 0.5}, "seed must be a whole number"),
+        ("/v1/chat/completions", ASKED | {"logprobs": True, "top_logprobs": 21}, "a whole number from 0 to 20, not 21"),
+        ("/v1/chat/completions", ASKED | {"top_logprobs": 2}, "top_logprobs = 2 needs logprobs = true"),
+        ("/v1/chat/completions", ASKED | {"logprobs": 5}, "logprobs must be true or false, not 5"),
         ("/v1/chat/completions", {"messages": []}, "the conversation has no message"),
         ("/v1/messages", {"messages": [{"role": "system", "content": "x"}]}, "one of the roles user, assistant"),
     ],
@@ -151,8 +190,10 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(url: str, path: str, b
 
 
 def test_clients_read_the_refusal(client: OpenAI, url: str) -> None:
-    with pytest.raises(BadRequestError, match="logprobs"):
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    with pytest.raises(BadRequestError, match="top_logprobs") as refused:
+        client.chat.completions.create(model="m", messages=messages, logprobs=True, top_logprobs=21)
+    assert refused.value.type == "invalid_request_error" and refused.value.param is None
     assert [one.id for one in client.models.list()] == ["policy"]
     assert post(url, "/v1/embeddings", {})[0] == 404
     connection = HTTPConnection(url.removeprefix("http://"))
