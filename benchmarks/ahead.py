@@ -17,6 +17,9 @@ time by its tokens, on all GPUs or on those that train.
                           GPUs, steps train on those that are finished first, and a group that is staler than the limit
                           by then is thrown away and replaced
 
+With `--evaluate` schedules that sample ahead answer held-out prompts by every version, too, beside the rollouts, and
+compared with that, while the rollouts are paused.
+
 Each is compared with `in step` by trained tokens per second, and shows the share of tokens that were thrown away, and
 how far the mean length and reward of what was trained on are from those of all that was sampled for it.
 """
@@ -24,6 +27,7 @@ how far the mean length and reward of what was trained on are from those of all 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import heapq
 import itertools
 import math
@@ -43,10 +47,13 @@ from torch.distributed import HashStore
 
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.engine.protocol import Clock, RequestQueue
-from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
+from spmdrl.rollout.beside import HeldOutAnswers, Rewarding, as_they_are
+from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight, TokenClock
 from spmdrl.rollout.collect import Collector
+from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.scheduler import EpisodeScheduler
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, Span
 
 GPUS_PER_ENGINE = 8
@@ -248,9 +255,22 @@ class Account:
 
 
 def simulate(
-    gpus: int, *, groups: int, staleness: int, apart: bool, steps: int, warmup: int, in_flight: bool = False
+    gpus: int,
+    *,
+    groups: int,
+    staleness: int,
+    apart: bool,
+    steps: int,
+    warmup: int,
+    in_flight: bool = False,
+    held_out: int = 0,
+    pauses: bool = False,
 ) -> Account:
-    """Let the scheduler of a run collect some steps on all GPUs in turns, or `apart` on half of them."""
+    """Let the scheduler of a run collect some steps on all GPUs in turns, or `apart` on half of them.
+
+    Each engine answers `held_out` prompts by each version: beside the rollouts, or where an evaluation `pauses` them,
+    before they go on.
+    """
     training = round(gpus * TRAINING_SHARE) if apart else gpus
     sampling = gpus - training if apart else gpus
     count = max(1, sampling // GPUS_PER_ENGINE)
@@ -279,16 +299,27 @@ def simulate(
         world.enter(index)
         engine: Any = SimulatedEngine(world, full_rows=full_rows)
         mesh: Any = SimpleNamespace(get_local_rank=lambda: index, gather=world.gather)
+        sampling = Sampling(
+            group_size=GROUP_SIZE, temperature=1.0, max_response_tokens=MAX_TOKENS, stop_token_ids=frozenset()
+        )
+        answers = HeldOutAnswers()
+
+        def evaluate() -> None:
+            if not held_out:
+                return
+            prompts = Prompts().take(held_out * index, held_out)
+            asked = dataclasses.replace(sampling, group_size=1)
+            opened = [PromptGroup.opened(one, asked, None, step=0, run_seed=SEED) for one in prompts]
+            answers.ask(opened, Rewarding(lambda one: submit(one.rollout()), as_they_are), lambda pending: None)
+            if pauses:
+                engine.clock = TokenClock()
+                EpisodeScheduler(engine).run(answers.episodes, answers.add)
+
         collector = Collector(
             EnginePlace(engine, index, count, mesh, Restarts()),  # type: ignore[arg-type]
             GroupSource(
                 Prompts(),  # type: ignore[arg-type]
-                Sampling(
-                    group_size=GROUP_SIZE,
-                    temperature=1.0,
-                    max_response_tokens=MAX_TOKENS,
-                    stop_token_ids=frozenset(),
-                ),
+                sampling,
                 SEED,
                 submit,
             ),
@@ -296,15 +327,19 @@ def simulate(
             store=None,
             clocks=store,
             message=lambda line: None,
+            held_out=answers,
         )
         for step in range(1, steps + 1):
             world.sleep_until(ends[step - 1 - ahead] + REFIT_S)
             engine.version = step - 1 - ahead if step > ahead else 0
+            if not in_flight:
+                evaluate()
 
             def take(engine: Any = engine, step: int = step) -> None:
                 world.gather(None)
                 world.sleep_until(ends[step - 1] + REFIT_S)
                 engine.version = step - 1
+                evaluate()
 
             flight = RefitInFlight(lambda: False, take) if in_flight and engine.version < step - 1 else None
             collected = collector.collect(step, flight)
@@ -402,6 +437,21 @@ def rows_of(gpus: int, groups: int, limits: Sequence[int], *, steps: int, warmup
             yield row | {"ratio": row["tokens_per_s"] / in_step["tokens_per_s"]}
 
 
+def evaluated(gpus: int, groups: int, limits: Sequence[int], count: int, **options: int) -> Iterator[dict[str, Any]]:
+    """Simulate schedules in which each engine answers `count` held-out prompts by every version."""
+    options = {"groups": groups * gpus // GPUS_PER_ENGINE, "held_out": count, **options}
+    for limit in limits:
+        for name, apart in (("ahead, colocated", False), ("in flight", True)):
+            paused, beside = (
+                simulate(gpus, staleness=limit, apart=apart, in_flight=apart, pauses=pauses, **options).row(
+                    f"{name}, evaluation {'alone' if pauses else 'beside'}", gpus, limit
+                )
+                for pauses in (True, False)
+            )
+            for row in (paused, beside):
+                yield row | {"ratio": row["tokens_per_s"] / paused["tokens_per_s"]}
+
+
 def main() -> int:
     """Simulate each machine, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -410,16 +460,24 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=GROUPS_PER_ENGINE, help="of a step, for each 8 GPUs")
     parser.add_argument("--steps", type=int, default=14, help="of which the first do not count")
     parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--evaluate", type=int, default=0, help="held-out prompts of each engine, by each version")
     parser.add_argument("--result", type=Path, help="a file for the result")
     args = parser.parse_args()
     before = provenance()
     rows = []
     for gpus in args.gpus:
-        for row in rows_of(gpus, args.groups, args.staleness, steps=args.steps, warmup=args.warmup):
+        options = {"steps": args.steps, "warmup": args.warmup}
+        for row in (
+            evaluated(gpus, args.groups, args.staleness, args.evaluate, **options)
+            if args.evaluate
+            else rows_of(gpus, args.groups, args.staleness, **options)
+        ):
             rows.append(row)
             numbers = {name: value for name, value in row.items() if isinstance(value, float)}
             print(row["gpus"], row["schedule"], row["max_staleness"], numbers, file=sys.stderr)
     content = {**before, "simulated": True, "groups_per_8_gpus": args.groups, "rows": rows}
+    if args.evaluate:
+        content["held_out_per_engine"] = args.evaluate
     print_result(content, args.result)
     return 0
 

@@ -205,7 +205,8 @@ class EnvironmentConfig(Section):
     episodes in that process are played again from their actions."""
     episode_timeout_s: Annotated[float, Field(gt=0.0, le=1e8)] = 600.0
     """Time limit of an episode in seconds; it ends with `episode_timeout` when the next response would begin. The
-    parts of one that is resumed after a refit, a step or a stop of the run add up, and pauses do not count."""
+    parts of one that is resumed after a refit, a step or a stop of the run add up; of a pause counts what the
+    environment has worked on."""
     num_workers: Count = 1
     """Environment processes of each rank; each holds many episodes at once."""
     max_observation_characters: Count = 20_000

@@ -94,9 +94,9 @@ class RecordedClock(TokenClock):
 class VirtualClock(TokenClock):
     """The clock of one of `count` engines that pause at the same tick of a step.
 
-    An engine is due at the tick after it has finished the last rollout of its own that the step trains on; all pause at
-    the latest of these ticks. Until every engine is known to be due, none passes the latest tick that is known. With a
-    refit in flight, all of this begins with the tick at which they pause for it.
+    An engine is due at the tick after it has finished the last rollout of its own that the step trains on, and its part
+    of an evaluation; all pause at the latest of these ticks. Until every engine is known to be due, none passes the
+    latest tick that is known. With a refit in flight, all of this begins with the tick at which they pause for it.
     """
 
     is_virtual = True
@@ -123,15 +123,20 @@ class VirtualClock(TokenClock):
 
     def note_refit(self) -> None:
         super().note_refit()
-        tick, rest = divmod(self.num_tokens, TOKENS_PER_TICK)
-        if self._is_due and not rest:
-            self._ends_at(tick)
+        if self._is_due:
+            self._store.add("num_due", 1)
+            tick, rest = divmod(self.num_tokens, TOKENS_PER_TICK)
+            if not rest:
+                self._ends_at(tick)
 
-    def finish(self) -> None:
-        """Note that this engine has finished its rollouts that the step trains on."""
-        self._publish(self.num_tokens // TOKENS_PER_TICK + 1)  # of the token that is being sampled
-        self._is_due = True
-        self._store.add("num_due", 1)
+    def note_due(self, is_due: bool) -> None:
+        """Note whether this engine has finished all that it must before it pauses. Once it has, only a refit in flight
+        can bring more: an evaluation. So others learn of it after that."""
+        if is_due and not self._is_due:
+            self._publish(self.num_tokens // TOKENS_PER_TICK + 1)  # of the token that is being sampled
+            if not self.awaits_refit:
+                self._store.add("num_due", 1)
+        self._is_due = is_due
 
     def cancel(self) -> None:
         """Let no engine wait for this one, which cannot go on."""

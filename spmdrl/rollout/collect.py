@@ -148,6 +148,7 @@ class Collector:
         self._sample(part, tickets, step)
         if in_flight is not None:
             in_flight.take()
+            tickets.note_evaluation()
             clock.note_refit()
             self._sample(part, tickets, step)
         for group in [*stale, *([] if rules.carries_over else part.left)]:
@@ -335,6 +336,10 @@ class Collector:
 
     def _tickets(self, step: int, window: _Window, before: _Progress, clock: TokenClock) -> Tickets:
         rules = self._rules
+
+        def evaluates() -> bool:
+            return self._held_out.is_sampling
+
         if isinstance(clock, RecordedClock):
             ticket_of = {position: ticket for ticket, position in enumerate(window.positions)}
             found = self._followed(step)
@@ -352,13 +357,15 @@ class Collector:
             places = {ticket: position - window.first for ticket, position in enumerate(window.positions)}
             mine = [ticket for ticket, place in places.items() if self._owner(place) == self._place.index]
             due = sum(places[ticket] < rules.groups_per_step for ticket in mine)
-            return OwnTickets(mine, wanted=due + sum(map(window.is_due, before.carried)), clock=clock)
+            wanted = due + sum(map(window.is_due, before.carried))
+            return OwnTickets(mine, wanted=wanted, clock=clock, evaluates=evaluates)
         if self._store is None:
             return StaticTickets(
                 engine_index=self._place.index,
                 num_engines=self._place.count,
                 wanted=rules.groups_per_step,
                 num_tickets=rules.max_groups,
+                evaluates=evaluates,
             )
         if rules.oldest_first:
             permits = len(window.positions)

@@ -17,7 +17,7 @@ import enum
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spmdrl.algo.seeds import turn_seed
 from spmdrl.config.environment import ContextConfig, SummaryContext
@@ -108,6 +108,7 @@ class Episode:
     _action: Action | None = None  # `response` as the environment reads it
     _environment: OpenEpisode | None = None
     _counted_s: float = 0.0  # the moment up to which `spent_s` counts, by the monotonic clock
+    _answered_s: list[float] = field(default_factory=list)  # that of the environment's answer, once it is there
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -131,7 +132,10 @@ class Episode:
 
     def begin(self) -> None:
         """Begin the episode, or resume one that was interrupted."""
-        self._counted_s = time.monotonic()  # the time of a pause does not count
+        now = time.monotonic()
+        if self.env_future is not None:  # of a pause counts what its environment has worked on
+            self.spent_s += max(0.0, min([*self._answered_s, now]) - self._counted_s)
+        self._counted_s = now
         if self.env_context is None:
             self.context_ids, self.context_images = self.prompt.token_ids, self.prompt.images
             self.state = EpisodeState.SAMPLING
@@ -139,7 +143,7 @@ class Episode:
         if self._environment is None:
             self._environment = self.env_context.open(self.prompt, self.turns, self.greeting)
         if self.state is EpisodeState.NEW:
-            self.env_future = self._environment.reset()
+            self._await(self._environment.reset())
             self.state = EpisodeState.RESETTING
         elif self.state is EpisodeState.STEPPING and self.env_future is None:
             self._act()
@@ -263,8 +267,13 @@ class Episode:
     def _act(self) -> None:
         assert self._environment is not None
         self._action = self._read_response()
-        self.env_future = self._environment.step(self._action)
+        self._await(self._environment.step(self._action))
         self.state = EpisodeState.STEPPING
+
+    def _await(self, answer: Future[Answer]) -> None:
+        answered_s: list[float] = []  # which copies of the episode share
+        answer.add_done_callback(lambda _: answered_s.append(time.monotonic()))
+        self.env_future, self._answered_s = answer, answered_s
 
     def _read_response(self) -> Action:
         """Read the response as its environment does."""
@@ -532,5 +541,5 @@ class Episode:
         self.close()
 
 
-_SAVED = [field.name for field in dataclasses.fields(SavedEpisode)]  # an episode has them too
+_SAVED = [one.name for one in dataclasses.fields(SavedEpisode)]  # an episode has them too
 _NO_RESPONSE = dataclasses.replace(EMPTY_RESPONSE, finish_reason="length")

@@ -249,6 +249,7 @@ class EnginePart:
     def _add(self, episode: Episode) -> None:
         if episode in self._held_out:
             self._held_out.add(episode)
+            self._tickets.note_evaluation()
             if self._is_over() and self._unfinished:
                 self._scheduler.stop()
             return

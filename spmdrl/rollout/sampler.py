@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
 from spmdrl.rewards.judge import Cache
-from spmdrl.rollout.beside import HeldOutAnswers
+from spmdrl.rollout.beside import HeldOutAnswers, Rewarding, as_they_are
 from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import EnvContext, open_env_context
+from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.policy_judge import PolicyJudge
@@ -81,10 +83,13 @@ class LocalSampler(Sampler):
         self._rules = rules = training_rules(cfg, run.plan)
         self._env_context = _open_env_context(run) if engine.leads else None
         self._rewards, self._policy_judge = run.rewards, _open_policy_judge(run, engine)
-        has_images = run.inputs.images.store is not None
-        self._restore: RestoreImages | None = prompts.restore if has_images else None
-        self._restore_held_out: RestoreImages | None = run.inputs.held_out.restore if has_images else None
-        self._answers = HeldOutAnswers()
+        self._answers, self._judging = HeldOutAnswers(), run.enter(ThreadPoolExecutor(1, "judges"))
+        sources = prompts, run.inputs.held_out
+
+        def restore_images(episode: Episode) -> None:
+            sources[episode in self._answers].restore(episode.prompt)
+
+        self._restore: RestoreImages | None = restore_images if run.inputs.images.store is not None else None
         self._collector = Collector(
             EnginePlace(engine, meshes.engine_index, meshes.num_engines, meshes.engines, restarts),
             GroupSource(
@@ -136,45 +141,34 @@ class LocalSampler(Sampler):
         )
 
     def sample_held_out(self) -> list[Pending]:
-        sampling = eval_sampling(self._cfg, self._stop_token_ids)
-
-        def answer() -> list[Pending]:
-            return sample(
-                self._engine,
-                self._held_out,
-                sampling,
-                self._env_context,
-                self._submit,
-                run_seed=self._cfg.run.seed,
-                step=0,  # the same noise at every evaluation
-                restore_images=self._restore_held_out,
-                in_order=self._rules.in_order,
-            )
-
-        pending = self._restarts.carry(answer, during="an evaluation")
-        return self._judged(pending, during="the judgments of an evaluation")
+        found: list[Pending] = []
+        self._ask(found.extend, as_they_are)
+        self._restarts.carry(self.finish_held_out, during="an evaluation")
+        return self._judged(found, during="the judgments of an evaluation")
 
     def ask_held_out(self, deliver: Callable[[Sequence[Pending]], None]) -> None:
         """Have this engine's part of the responses to held-out prompts sampled beside the next rollouts, and delivered
-        as soon as they are rewarded."""
-        groups = [
-            PromptGroup.opened(
-                prompt,
-                eval_sampling(self._cfg, self._stop_token_ids),
-                self._env_context,
-                step=0,
-                run_seed=self._cfg.run.seed,
-            )
-            for prompt in self._held_out
+        as soon as they are rewarded. Only a judge that is the policy itself cannot be asked meanwhile."""
+        self._ask(deliver, lambda pending: self._judging.submit(self._rewards.complete, pending))
+
+    def _ask(
+        self, deliver: Callable[[Sequence[Pending]], None], complete: Callable[[list[Pending]], Future[list[Pending]]]
+    ) -> None:
+        sampling, seed = eval_sampling(self._cfg, self._stop_token_ids), self._cfg.run.seed
+        groups = [  # step 0: the same noise at every evaluation
+            PromptGroup.opened(prompt, sampling, self._env_context, step=0, run_seed=seed) for prompt in self._held_out
         ]
-        self._answers.ask(groups, lambda episode: self._submit(episode.rollout()), deliver)
+        self._answers.ask(groups, Rewarding(lambda episode: self._submit(episode.rollout()), complete), deliver)
 
     def finish_held_out(self) -> None:
         """Deliver what was asked for and is not delivered yet; it is sampled now where no step was."""
         if self._answers.is_sampling:
-            max_open = self._env_context.cfg.max_open if self._env_context is not None else None
-            scheduler = EpisodeScheduler(self._engine, max_open=max_open)
-            scheduler.run(self._answers.episodes, self._answers.add)
+            EpisodeScheduler(
+                self._engine,
+                restore_images=self._restore,
+                in_order=self._rules.in_order,
+                max_open=self._rules.max_open,
+            ).run(self._answers.episodes, self._answers.add)
         self._answers.deliver(waits=True)
 
     def _judged(self, pending: list[Pending], *, during: str) -> list[Pending]:

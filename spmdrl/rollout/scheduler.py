@@ -23,7 +23,7 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
 Wait = Callable[[Collection["Future[Any]"]], object]
-RestoreImages = Callable[[Prompt], object]  # puts a prompt's images back where engines find them, if they are missing
+RestoreImages = Callable[[Episode], object]  # puts its prompt's images back where engines find them, if they are missing
 
 
 class EpisodeScheduler:
@@ -37,7 +37,7 @@ class EpisodeScheduler:
         in_order: bool = False,
         max_open: int | None = None,
     ) -> None:
-        """`restore_images` is called with the prompt of each request; None where there are no images. At most
+        """`restore_images` is called with the episode of each request; None where there are no images. At most
         `max_open` episodes are open. With `in_order`, all environments that were asked are waited for each time
         the engine asks for requests, so that which requests run together does not depend on how long an environment
         takes."""
@@ -107,7 +107,7 @@ class EpisodeScheduler:
                 self._requested.append(episode)
                 self.num_running += 1
                 if self._restore_images is not None:
-                    self._restore_images(episode.prompt)
+                    self._restore_images(episode)
                     episode.restore_images()
                 yield episode.request()
 

@@ -43,7 +43,7 @@ from spmdrl.refit.bucket import Bucket
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import require_equal
 from spmdrl.report.report import drop_metrics
-from spmdrl.rewards.client import Rewarded
+from spmdrl.rewards.client import Pending, Rewarded
 from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected
 from spmdrl.rollout.remote import RolloutShard, sampled_ahead
@@ -71,29 +71,39 @@ def serve(run: Launch[Config]) -> None:
         sampled = step if ahead is None else step + 1
         sampler.restore(saved if ahead is None else ahead.state, step=sampled)
 
-        # By a virtual clock, with other images in the store, and where the policy is asked about them, evaluations have
-        # the engine for themselves.
-        alone = run.cfg.run.deterministic or run.inputs.images.store is not None or run.cfg.reward.group_judges
+        # In step, a deterministic run samples what a colocated one does, in the same batches; and the policy as a judge
+        # of answers is asked when its engine has nothing else to do.
+        in_step = run.cfg.run.deterministic and not plan.steps_ahead
+        always_alone = in_step or plan.max_judged_tokens > 0
 
-        def refit(*, is_last: bool = False) -> None:
+        def refit(*, alone: bool = always_alone) -> None:
             watch.enter("refit")
             sampler.finish_held_out()
             weights.receive()
             watch.enter("eval")
             if engine.version < plan.num_steps:
                 deliver.probes(sampler.answer_probes())
-            if plan.evaluates_after(engine.version) and not (engine.version == step and run.resume_point.is_evaluated):
-                if alone or is_last:
-                    deliver.held_out(run.rewards.collect(sampler.sample_held_out()))
-                else:
-                    sampler.ask_held_out(lambda pending: deliver.held_out(run.rewards.collect(list(pending))))
+            if not plan.evaluates_after(engine.version):
+                return
+            is_known = engine.version == step and run.resume_point.is_evaluated
+
+            def deliver_unless_known(pending: Sequence[Pending]) -> None:
+                if not is_known:
+                    deliver.held_out(run.rewards.collect(pending))
+
+            if not alone and (run.cfg.run.deterministic or not is_known):
+                # Where it is known, the rollouts beside it have the batches and the clock that they had before the stop.
+                sampler.ask_held_out(deliver_unless_known)
+            elif not is_known:
+                deliver_unless_known(sampler.sample_held_out())
 
         def refit_and_go_on() -> None:
             refit()
             watch.enter("rollout")
 
         in_flight = RefitInFlight(weights.is_announced, refit_and_go_on) if run.cfg.rollout.refit_in_flight else None
-        refit()
+        # In flight, the evaluation of a checkpoint was sampled beside rollouts that the checkpoint has.
+        refit(alone=always_alone or (in_flight is not None and ahead is not None))
         for number in range(sampled + 1, plan.num_steps + 1):
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
                 refit()
@@ -118,7 +128,7 @@ def serve(run: Launch[Config]) -> None:
             deliver.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
         while True:  # until the next order is `EndOfRun`
-            refit(is_last=True)
+            refit()
 
 
 class _Weights:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
@@ -39,6 +39,10 @@ class Tickets(Protocol):
     @abstractmethod
     def is_empty(self) -> bool:
         """Return True when `take` has no more tickets to give, whatever happens to the open groups."""
+
+    def note_evaluation(self) -> None:
+        """Note that this engine has to sample its part of an evaluation, or has sampled it."""
+        return
 
     def cancel(self) -> None:
         """End the step for every engine, because this one cannot go on."""
@@ -130,18 +134,24 @@ class StaticTickets(Tickets):
     """Engine i of E has tickets i, i + E, i + 2E, ..., and an even share of the groups wanted, whatever others do.
 
     It takes them in rounds: groups that are missing after a round are opened when every group of it has been accepted
-    or dropped. So neither the samples nor which of them are sampled together depend on how long a reward takes. Engines
-    never wait for each other, so there is nothing to cancel or to interrupt.
+    or dropped, and none after the first while an evaluation is sampled. So neither the samples nor which of them are
+    sampled together depend on how long a reward takes. Engines never wait for each other, so there is nothing to cancel
+    or to interrupt.
     """
 
-    def __init__(self, *, engine_index: int, num_engines: int, wanted: int, num_tickets: int) -> None:
+    def __init__(
+        self, *, engine_index: int, num_engines: int, wanted: int, num_tickets: int, evaluates: Callable[[], bool]
+    ) -> None:
+        """`evaluates` says whether an evaluation is being sampled."""
         self._mine = iter(range(engine_index, num_tickets, num_engines))
         self._num_left = len(range(engine_index, num_tickets, num_engines))
         self._wanted = len(range(engine_index, wanted, num_engines))
         self._accepted = self._undecided = self._left_in_round = 0
+        self._evaluates, self._is_first_round = evaluates, True
 
     def take(self) -> int | None:
-        if not self._left_in_round and not self._undecided:
+        if not self._left_in_round and not self._undecided and (self._is_first_round or not self._evaluates()):
+            self._is_first_round = False
             self._left_in_round = min(self._wanted - self._accepted, self._num_left)
         if not self._left_in_round:
             return None
@@ -171,19 +181,23 @@ class OwnTickets(Tickets):
     `wanted` of the groups that it has or opens are trained on in this step. None is ever dropped.
     """
 
-    def __init__(self, mine: Iterable[int], *, wanted: int, clock: VirtualClock) -> None:
-        self._mine, self._num_missing, self._clock = deque(mine), wanted, clock
-        if not wanted:
-            clock.finish()
+    def __init__(
+        self, mine: Iterable[int], *, wanted: int, clock: VirtualClock, evaluates: Callable[[], bool]
+    ) -> None:
+        """`evaluates` says whether an evaluation is being sampled."""
+        self._mine, self._num_missing, self._clock, self._evaluates = deque(mine), wanted, clock, evaluates
+        self._note()
 
     def take(self) -> int | None:
         return self._mine.popleft() if self._mine else None
 
     def accept(self) -> bool:
         self._num_missing -= 1
-        if not self._num_missing:
-            self._clock.finish()
+        self._note()
         return True
+
+    def note_evaluation(self) -> None:
+        self._note()
 
     def drop(self) -> None:
         raise AssertionError("groups that are trained on in their order have no substitutes")
@@ -199,6 +213,9 @@ class OwnTickets(Tickets):
 
     def close(self) -> None:
         self._clock.close()
+
+    def _note(self) -> None:
+        self._clock.note_due(not self._num_missing and not self._evaluates())
 
 
 class RecordedTickets(Tickets):

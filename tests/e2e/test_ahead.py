@@ -26,6 +26,7 @@ SETTINGS = (
     "rollout.max_response_tokens=48",
     "rollout.max_running=12",
     "run.num_steps=5",
+    "eval.every=1",
     "checkpoint.every=1",
     "checkpoint.keep_last=8",
     "report.samples_per_step=100",

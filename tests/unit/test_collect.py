@@ -31,6 +31,7 @@ from spmdrl.engine.start import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
+from spmdrl.rollout.beside import Rewarding, as_they_are
 from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.env_context import EnvContext
@@ -38,6 +39,7 @@ from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
 from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.scheduler import sample
 from spmdrl.rollout.tickets import SharedTickets
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError
 from tests.helpers import exact
@@ -154,12 +156,16 @@ class Run:
             futures = [pool.submit(collect, collector) for collector in self.collectors]
             return [future.result(timeout=60) for future in futures]
 
-    def steps(self, first: int, last: int) -> list[tuple[Samples, dict[str, float]]]:
-        """The samples and the metrics of each step; as in training, each has engines one version on."""
+    def steps(
+        self, first: int, last: int, *, ask: Callable[[Collector], None] = lambda _: None
+    ) -> list[tuple[Samples, dict[str, float]]]:
+        """The samples and the metrics of each step; as in training, each has engines one version on, of which `ask`
+        is called."""
         results = []
         for step in range(first, last + 1):
-            for engine in self.engines:
-                engine.version = step - 1
+            for collector in self.collectors:
+                collector._place.engine.version = step - 1
+                ask(collector)
             everyones = self.step(step)
             metrics = scalars(merge_all([collected.metrics for collected in everyones]))
             results.append((samples_of(everyones), metrics))
@@ -247,6 +253,35 @@ def start(
         for rank, engine in enumerate(engines)
     ]
     return Run(collectors, engines, messages, restarts, schedules)
+
+
+class Evaluations:
+    """An evaluation of each version, of the same two prompts of each engine."""
+
+    def __init__(self) -> None:
+        self.delivered: list[tuple[int, list[Any]]] = []  # version, and what was answered
+
+    def ask(self, collector: Collector) -> None:
+        engine, collected = collector._place.engine, collector._held_out
+        collected.deliver(waits=True)
+        version = engine.version
+
+        def deliver(pending: Any) -> None:
+            assert engine.version == version
+            self.delivered.append((version, list(pending)))
+
+        prompts = FakePrompts().take(3 + collector._place.index, 2)  # rollouts have the same ones
+        groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in prompts]
+        collected.ask(groups, Rewarding(lambda episode: judge()(episode.rollout()), as_they_are), deliver)
+
+    @property
+    def tokens(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
+        """The tokens of each answer, by version, prompt and sample."""
+        return {
+            (version, one.prompt.prompt_id, one.sample_index): one.responses[0].token_ids
+            for version, pending in self.delivered
+            for one, _ in pending
+        }
 
 
 def samples_of(everyones: list[Collected]) -> Samples:
@@ -400,7 +435,8 @@ def test_deterministic_dynamic_sampling_does_not_depend_on_how_long_rewards_take
     runs = []
     for delay_s in (lambda r: 0.0, lambda r: random.random() / 200, lambda r: 0.004 * (r.prompt.prompt_id % 4)):
         run = start(DYNAMIC, fast_and_slow(), shared=False, submit=judge(delay_s))
-        runs.append((only_samples(run.steps(1, 2)), [engine.asked for engine in run.engines]))
+        found = run.steps(1, 2, ask=Evaluations().ask)
+        runs.append((only_samples(found), [engine.asked for engine in run.engines]))
     assert runs[0] == runs[1] == runs[2]  # what was sampled, and in which company
 
 
@@ -639,15 +675,20 @@ def with_requests(run: Run, samples: Samples) -> Iterator[tuple[Response, Reques
     return ((response, by_place[place]) for place, response in samples.items())
 
 
-def test_the_virtual_clock_makes_engines_pause_at_the_same_token_however_fast_they_are() -> None:
+@pytest.mark.parametrize("evaluations", [None, Evaluations()], ids=["rollouts", "evaluations"])
+def test_the_virtual_clock_makes_engines_pause_at_the_same_token_however_fast_they_are(
+    evaluations: Evaluations | None,
+) -> None:
     runs = []
     for delays in ((0.0, 0.0), (0.0, 0.002), (0.001, 0.0)):
         engines = varied()
         for engine, delay_s in zip(engines, delays, strict=True):
             engine._tick_s = delay_s
         run = start(OLDEST_FIRST, engines, shared=False, sampling=LONG, submit=judge(lambda r: random.random() / 300))
-        runs.append((only_samples(run.steps(1, 5)), [engine.asked for engine in engines], run.schedules))
+        found = only_samples(run.steps(1, 5, ask=evaluations.ask if evaluations else lambda _: None))
+        runs.append((found, [engine.asked for engine in engines], run.schedules))
     assert runs[0] == runs[1] == runs[2]
+    assert evaluations is None or len(evaluations.delivered) >= 3 * 4 * len(engines)
     pauses = [{engine["tokens"] for engine in schedule["engines"]} for schedule in runs[0][2]]
     assert any(len(tokens) == 1 and tokens.pop() % TOKENS_PER_TICK == 0 for tokens in pauses), pauses
 
@@ -691,14 +732,17 @@ def test_engines_sample_on_while_the_rewards_of_a_step_are_computed() -> None:
 IN_FLIGHT = replace(OLDEST_FIRST, steps_ahead=1, max_staleness=3, refit_after=32)
 
 
-def test_a_refit_in_flight_happens_after_the_same_tokens_however_fast_engines_and_trainer_are() -> None:
+@pytest.mark.parametrize("ask", [lambda _: None, Evaluations().ask], ids=["rollouts", "evaluations"])
+def test_a_refit_in_flight_happens_after_the_same_tokens_however_fast_engines_and_trainer_are(
+    ask: Callable[[Collector], None],
+) -> None:
     runs = []
     for delays, after_s in (((0.0, 0.0), 0.0), ((0.0, 0.002), 0.05), ((0.001, 0.0), 0.01)):
         engines = varied()
         for engine, delay_s in zip(engines, delays, strict=True):
             engine._tick_s = delay_s
         run = start(IN_FLIGHT, engines, shared=False, sampling=LONG, submit=judge(lambda r: random.random() / 300))
-        found = run.steps_in_flight(1, 5, after_s=after_s)
+        found = run.steps_in_flight(1, 5, after_s=after_s, ask=ask)
         runs.append((only_samples(found), [engine.asked for engine in engines], run.schedules))
         assert all(metrics["rollout/max_staleness_steps"] <= 3 for _, metrics in found)
         assert all(metrics["rollout/discarded_tokens"] == 0 for _, metrics in found)
@@ -726,36 +770,33 @@ def test_a_refit_in_flight_by_the_real_clock_is_repeated_by_its_schedule(open_ah
         start(rules, varied(), sampling=LONG, follows=free.schedules[1:]).step(1)
 
 
-def test_an_evaluation_is_sampled_beside_rollouts_by_one_version() -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["free", "virtual"])
+def test_an_evaluation_is_sampled_beside_rollouts_by_one_version(shared: bool) -> None:
     """It stops none of them: they are those of a run without it, and the next refit waits for it alone."""
-    delivered: list[tuple[int, list[Any]]] = []
-
-    def ask(collector: Collector) -> None:
-        engine = collector._place.engine
-        version = engine.version
-
-        def deliver(pending: Any) -> None:
-            assert engine.version == version
-            delivered.append((version, list(pending)))
-
-        prompts = FakePrompts().take(3 + collector._place.index, 2)  # rollouts have the same ones
-        groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in prompts]
-        collector._held_out.ask(groups, lambda episode: judge()(episode.rollout()), deliver)
 
     def engines() -> list[Any]:
         return [FakeEngine(max_running=30, length=varied_length) for _ in range(2)]
 
-    plain, run = (start(IN_FLIGHT, engines(), sampling=LONG) for _ in range(2))
-    expected, found = plain.steps_in_flight(1, 5, after_tokens=7), run.steps_in_flight(1, 5, after_tokens=7, ask=ask)
+    plain, run = (start(IN_FLIGHT, engines(), shared=shared, sampling=LONG) for _ in range(2))
+    evaluations = Evaluations()
+    expected = plain.steps_in_flight(1, 5, after_tokens=7)
+    found = run.steps_in_flight(1, 5, after_tokens=7, ask=evaluations.ask)
     tokens_of = [[{p: r.token_ids for p, r in one.items()} for one in only_samples(x)] for x in (expected, found)]
     assert tokens_of[0] == tokens_of[1]
-    assert sorted(version for version, _ in delivered) == [1, 1, 2, 2, 3, 3, 4, 4]
-    for version, pending in delivered:
+    assert sorted(version for version, _ in evaluations.delivered) == [1, 1, 2, 2, 3, 3, 4, 4]
+    for version, pending in evaluations.delivered:
         assert len(pending) == 2 * GROUP_SIZE
         for response in (response for rollout, _ in pending for response in rollout.responses):
             assert response.spans == (Span(version, len(response.token_ids)),)
+    # The answers are those that an engine gives which samples nothing else.
+    alone = [
+        sample(cast(Any, FakeEngine(length=varied_length)), prompts, LONG, None, lambda one: one, run_seed=5, step=0)
+        for prompts in (FakePrompts().take(3, 2), FakePrompts().take(4, 2))
+    ]
+    expected_answers = {(r.prompt.prompt_id, r.sample_index): r.responses[0].token_ids for one in alone for r in one}
+    assert evaluations.tokens == {(v, *key): ids for v in range(1, 5) for key, ids in expected_answers.items()}
     again = start(IN_FLIGHT, engines(), sampling=LONG, follows=run.schedules)
-    assert only_samples(again.steps_in_flight(1, 5, ask=ask)) == only_samples(found)
+    assert only_samples(again.steps_in_flight(1, 5, ask=Evaluations().ask)) == only_samples(found)
     assert again.schedules == run.schedules
 
 
@@ -769,7 +810,7 @@ def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
     late = judge(lambda _: 0.02)
     collector._held_out.ask(
         groups,
-        lambda episode: late(episode.rollout()),
+        Rewarding(lambda episode: late(episode.rollout()), as_they_are),
         lambda pending: delivered.append((len(pending), engine.clock and engine.clock.num_tokens)),
     )
     run.step(1)
@@ -778,15 +819,15 @@ def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
 
 
 def test_after_refits_in_flight_a_run_that_stopped_collects_what_it_would_have_collected() -> None:
-    never_stopped = start(IN_FLIGHT, varied(), shared=False, sampling=LONG).steps_in_flight(1, 5)
+    never_stopped = start(IN_FLIGHT, varied(), shared=False, sampling=LONG).steps_in_flight(1, 5, ask=Evaluations().ask)
     for stop in range(1, 5):
         before = start(IN_FLIGHT, varied(), shared=False, sampling=LONG)
-        before.steps_in_flight(1, stop)
+        before.steps_in_flight(1, stop, ask=Evaluations().ask)
         saved = before.state(stop)
         after = start(IN_FLIGHT, varied(), shared=False, sampling=LONG)
         for collector in after.collectors:
             collector.restore(saved, step=stop)
-        assert after.steps_in_flight(stop + 1, 5) == never_stopped[stop:]
+        assert after.steps_in_flight(stop + 1, 5, ask=Evaluations().ask) == never_stopped[stop:]
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

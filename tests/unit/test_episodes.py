@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -274,6 +275,23 @@ def test_an_episode_has_its_time_over_all_of_its_parts(monkeypatch: pytest.Monke
     later.add(said("stop"))
     answered(later)
     assert later.is_finished and later.end == "episode_timeout"
+    # Of a pause counts what its environment has worked on, in a copy of the episode too.
+    for answers_in_pause in (True, False):
+        step: Future[Answer] = Future()
+        one = episode()
+        one.begin()
+        answered(one)
+        one._environment = SimpleNamespace(step=lambda action, step=step: step, close=lambda: None)  # type: ignore[assignment]
+        one.add(said("stop"))
+        now += 3.0
+        if answers_in_pause:
+            step.set_result(Observation(messages=({"role": "user", "content": "9"},)))
+        now += 100.0 if answers_in_pause else 2.0
+        copied = one.copy()
+        copied.begin()
+        assert copied.spent_s == (3.0 if answers_in_pause else 5.0) and one.spent_s == 0.0
+        copied.begin()
+        assert copied.spent_s == (3.0 if answers_in_pause else 5.0)
 
 
 def test_a_greeting_follows_the_prompt() -> None:
