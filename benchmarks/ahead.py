@@ -310,7 +310,7 @@ def simulate(
             prompts = Prompts().take(held_out * index, held_out)
             asked = dataclasses.replace(sampling, group_size=1)
             opened = [PromptGroup.opened(one, asked, None, step=0, run_seed=SEED) for one in prompts]
-            answers.ask(opened, Rewarding(lambda one: submit(one.rollout()), as_they_are), lambda pending: None)
+            answers.ask(opened, Rewarding(submit, as_they_are), lambda pending: None)
             if pauses:
                 engine.clock = TokenClock()
                 EpisodeScheduler(engine).run(answers.episodes, answers.add)

@@ -102,7 +102,7 @@ def train(run: Launch[Config]) -> None:
     handover.refit(version=run.resume_point.step)  # a broken refit fails in the first minute
     with steps.until_stopped():
         for step in steps:
-            with report.span("rollout"), handover.rollout():
+            with steps.rollout():
                 collected = sampler.collect(step)
             with steps.phase("reward"):  # a vote, then the phase: all ranks stop here if one was asked to
                 collected = collected.with_pending(scorers.complete(collected.pending))

@@ -45,6 +45,8 @@ class Sampler:
     Every rank that trains has one and calls its methods together with the others.
     """
 
+    answers_beside = False  # whether the rollouts of a step are sampled beside responses to held-out prompts
+
     def collect(self, step: int) -> Collected:
         """Sample the rollouts of a step, whose rewards are being computed, and answers to the probe by the weights that
         the step updates."""
@@ -53,6 +55,11 @@ class Sampler:
     def sample_held_out(self) -> list[Pending]:
         """Sample this rank's part of the responses to held-out prompts with the weights of the last refit."""
         raise AssertionError("this run answers no held-out prompts")
+
+    def ask_held_out(self, deliver: Callable[[Sequence[Pending]], None]) -> None:
+        """Have this rank's part of them sampled beside the next rollouts, and delivered as soon as they are
+        rewarded."""
+        raise AssertionError("this run answers no held-out prompts beside rollouts")
 
     def state(self, step: int) -> Mapping[str, Any] | None:
         """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
@@ -81,6 +88,9 @@ class LocalSampler(Sampler):
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
+        # The policy judges when nothing else is sampled, and the best are saved with their evaluation.
+        saves_best = (cfg.checkpoint.keep_best or "").startswith("eval/")
+        self.answers_beside = rules.carries_over and not run.plan.max_judged_tokens and not saves_best
         self._env_context = _open_env_context(run) if engine.leads else None
         self._rewards, self._policy_judge = run.rewards, _open_policy_judge(run, engine)
         self._answers, self._judging = HeldOutAnswers(), run.enter(ThreadPoolExecutor(1, "judges"))
@@ -117,6 +127,7 @@ class LocalSampler(Sampler):
 
     def collect(self, step: int) -> Collected:
         collected = self.collect_alone(step)
+        self.finish_held_out()
         probes = self._restarts.carry(self.answer_probes, during=f"the probe of step {step}")
         metrics = dict(collected.metrics)
         if self._restarts.wanted:
@@ -147,8 +158,7 @@ class LocalSampler(Sampler):
         return self._judged(found, during="the judgments of an evaluation")
 
     def ask_held_out(self, deliver: Callable[[Sequence[Pending]], None]) -> None:
-        """Have this engine's part of the responses to held-out prompts sampled beside the next rollouts, and delivered
-        as soon as they are rewarded. Only a judge that is the policy itself cannot be asked meanwhile."""
+        # Only a judge that is the policy itself cannot be asked meanwhile.
         self._ask(deliver, lambda pending: self._judging.submit(self._rewards.complete, pending))
 
     def _ask(
@@ -158,7 +168,7 @@ class LocalSampler(Sampler):
         groups = [  # step 0: the same noise at every evaluation
             PromptGroup.opened(prompt, sampling, self._env_context, step=0, run_seed=seed) for prompt in self._held_out
         ]
-        self._answers.ask(groups, Rewarding(lambda episode: self._submit(episode.rollout()), complete), deliver)
+        self._answers.ask(groups, Rewarding(self._submit, complete), deliver)
 
     def finish_held_out(self) -> None:
         """Deliver what was asked for and is not delivered yet; it is sampled now where no step was."""

@@ -23,7 +23,7 @@ POLL_S = 0.1  # how soon an engine sees what others have done
 
 T = TypeVar("T")
 Wait = Callable[[Collection["Future[Any]"]], object]
-RestoreImages = Callable[[Episode], object]  # puts its prompt's images back where engines find them, if they are missing
+RestoreImages = Callable[[Episode], object]  # puts its prompt's images back where engines find them
 
 
 class EpisodeScheduler:

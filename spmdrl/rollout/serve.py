@@ -92,7 +92,7 @@ def serve(run: Launch[Config]) -> None:
                     deliver.held_out(run.rewards.collect(pending))
 
             if not alone and (run.cfg.run.deterministic or not is_known):
-                # Where it is known, the rollouts beside it have the batches and the clock that they had before the stop.
+                # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
                 sampler.ask_held_out(deliver_unless_known)
             elif not is_known:
                 deliver_unless_known(sampler.sample_held_out())

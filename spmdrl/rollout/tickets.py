@@ -181,9 +181,7 @@ class OwnTickets(Tickets):
     `wanted` of the groups that it has or opens are trained on in this step. None is ever dropped.
     """
 
-    def __init__(
-        self, mine: Iterable[int], *, wanted: int, clock: VirtualClock, evaluates: Callable[[], bool]
-    ) -> None:
+    def __init__(self, mine: Iterable[int], *, wanted: int, clock: VirtualClock, evaluates: Callable[[], bool]) -> None:
         """`evaluates` says whether an evaluation is being sampled."""
         self._mine, self._num_missing, self._clock, self._evaluates = deque(mine), wanted, clock, evaluates
         self._note()

@@ -51,14 +51,18 @@ class Steps(Generic[SettingsT]):
         success_at: float = 1.0,
         held_out: Callable[[], Evaluation] | None = None,
         complete: Callable[[list[Pending]], list[Pending]] = list,
+        beside: bool = True,
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
         held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts, whose
-        rewards `complete` completes."""
+        rewards `complete` completes: `beside` the rollouts of the next step, where it can."""
         self._run: Launch[SettingsT] = run
         self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
         self._measure, self._complete = held_out or self._answer_held_out, complete
+        self._answers: list[Pending] = []  # that are sampled beside rollouts
+        self._asked: int | None = None  # the step whose evaluation they are
+        self._beside = beside and sampler.answers_beside
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
         self._done = run.resume_point.step
@@ -137,12 +141,23 @@ class Steps(Generic[SettingsT]):
         with self._run.report.span(name):
             yield
 
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Surround the sampling of a step; reports the evaluation that was sampled beside it."""
+        with self._run.report.span("rollout"), self._handover.rollout():
+            yield
+        if self._asked is not None:
+            with self._run.report.span("eval"):
+                self._amend(self._show(self._asked, self._evaluation(self._answers)))
+            self._asked = None
+
     def evaluate(self, step: int) -> None:
-        """Evaluate the policy after `step` where that is due; a run that is about to stop puts it off."""
+        """Evaluate the policy after `step` where that is due, now or beside the next rollouts; a run that is about to
+        stop puts it off."""
         self._stopping = self._run.watch.agree_to_stop(self._training)
         with self._run.report.span("eval"):
             due = self._run.plan.evaluates_after(step) and not self._stopping
-            self._evaluated = self._evaluate(step) if due else {}
+            self._evaluated = self._show(step, self._measure()) if due and not self._ask(step) else {}
 
     def report(
         self, step: int, metrics: Sequence[Metrics], samples: Sequence[Mapping[str, Any]] = ()
@@ -184,16 +199,30 @@ class Steps(Generic[SettingsT]):
 
     def _evaluate_start(self) -> None:
         """Evaluate the policy that the run begins with, unless that was done before it was saved."""
-        if self._run.plan.evaluates_after(self._done) and not self._run.resume_point.is_evaluated:
+        run, is_known = self._run, self._run.resume_point.is_evaluated
+        # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
+        due = run.plan.evaluates_after(self._done) and (not is_known or run.cfg.run.deterministic)
+        if due and not self._ask(self._done, is_known=is_known) and not is_known:
             self._pass_edge()
-            self._measured |= self._evaluate(self._done)
-            if self._saver.newest == self._done:
-                self._saver.amend(metrics=self._measured)
+            self._amend(self._show(self._done, self._measure()))
         self._report_memory()
         self._run.report.take_times()
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        found = self._measure()
+    def _ask(self, step: int, *, is_known: bool = False) -> bool:
+        """Have an evaluation sampled beside the rollouts of the next step; False where it is sampled by itself."""
+        if not self._beside or step >= self._run.plan.num_steps:
+            return False
+        self._asked, self._answers = None if is_known else step, []
+        self._sampler.ask_held_out(self._answers.extend)
+        return True
+
+    def _amend(self, evaluated: dict[str, float]) -> None:
+        """Add an evaluation to the metrics of the last step, which may be saved."""
+        self._measured |= evaluated
+        if self._saver.newest == self._done:
+            self._saver.amend(metrics=self._measured)
+
+    def _show(self, step: int, found: Evaluation) -> dict[str, float]:
         evaluated = scalars(merge_over(self._training, found.metrics))
         self._run.report.eval(step, evaluated, samples=found.samples)
         for callback in self._run.callbacks:
@@ -201,9 +230,12 @@ class Steps(Generic[SettingsT]):
         return evaluated
 
     def _answer_held_out(self) -> Evaluation:
-        run = self._run
         with self._handover.rollout():
             pending = self._sampler.sample_held_out()
+        return self._evaluation(pending)
+
+    def _evaluation(self, pending: list[Pending]) -> Evaluation:
+        run = self._run
         outcomes, count = run.rewards.collect(self._complete(pending)), len(run.inputs.held_out)
         shown = gather_answers(outcomes, run.inputs.tokenizer, run.cfg.report, self._training, num_prompts=count)
         return Evaluation(eval_metrics(outcomes, success_at=self._success_at), shown)

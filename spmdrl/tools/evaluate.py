@@ -212,7 +212,7 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
             rewards.submit,
             run_seed=cfg.run.seed,
             step=0,
-            restore_images=held_out.prompts.restore,
+            restore_images=lambda episode: held_out.prompts.restore(episode.prompt),
             in_order=True,
         )
         read = partial(decode, held_out.tokenizer)

@@ -272,7 +272,7 @@ class Evaluations:
 
         prompts = FakePrompts().take(3 + collector._place.index, 2)  # rollouts have the same ones
         groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in prompts]
-        collected.ask(groups, Rewarding(lambda episode: judge()(episode.rollout()), as_they_are), deliver)
+        collected.ask(groups, Rewarding(judge(), as_they_are), deliver)
 
     @property
     def tokens(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
@@ -810,7 +810,7 @@ def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
     late = judge(lambda _: 0.02)
     collector._held_out.ask(
         groups,
-        Rewarding(lambda episode: late(episode.rollout()), as_they_are),
+        Rewarding(late, as_they_are),
         lambda pending: delivered.append((len(pending), engine.clock and engine.clock.num_tokens)),
     )
     run.step(1)
