@@ -24,7 +24,6 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from spmdrl.config import ReasoningGymData
-from spmdrl.data.sources import open_source
 from spmdrl.faults.text import Parser
 
 # The pictures of `make demo TASK=vision`, and questions about them: how many, which colour, which shape, where.
@@ -225,6 +224,8 @@ NO_NOTES = ["open", "shut"]
 
 def compared(rng: random.Random) -> Iterator[Record]:
     """Yield questions of the plain demo, each with the right answer and a wrong one."""
+    from spmdrl.data.sources import open_source  # only here: a demo that is refused need not wait for torch
+
     tables = tomllib.loads((CONFIGS / "demo.toml").read_text(encoding="utf-8"))["data"]["sources"]
     sources = [
         open_source(ReasoningGymData.model_validate(table), seed=rng.randrange(2**31))

@@ -18,9 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from spmdrl.config.strict import shown, utf8_problem
+from spmdrl.conversation import UserError
 from spmdrl.faults.text import OUTPUT, say, silence
 from spmdrl.faults.verdict import EXIT_USER_ERROR, list_problems, make_stdio_lenient
-from spmdrl.types import UserError
 
 Main = Callable[[Sequence[str] | None], int | None]
 Program = Callable[..., int]

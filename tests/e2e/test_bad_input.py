@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -192,14 +193,27 @@ def test_a_world_size_that_does_not_fit(folder: Path, capsys: pytest.CaptureFixt
     assert "cannot be split over 3 ranks; set it to 6 or 12" in capsys.readouterr().err
 
 
-def test_the_command_itself(folder: Path) -> None:
-    command = [sys.executable, "-m", "spmdrl.train", str(folder / "c.toml"), "rollout.grup_size=8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.strip().splitlines() == [
-        "cannot start: on the command line: rollout.grup_size: no such setting; did you mean rollout.group_size?"
-    ]
+def test_commands_refuse_wrong_settings_before_they_import_torch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "first").mkdir()
+    (folder / "first/torch.py").write_text("raise RuntimeError('it takes seconds')")
+    environment = os.environ | {"PYTHONPATH": f"{folder}/first:{os.environ.get('PYTHONPATH', '')}"}
+    before = {*folder.rglob("*")}
+    given = [str(folder / "c.toml"), "rollout.grup_size=8", "optim.lr=-1"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 3 and "did you mean rollout.group_size?" in said
+    for program, settings, sentence in (
+        (["spmdrl.train"], given, said),
+        (["spmdrl.tools.local", "spmdrl.train"], given, said),
+        (["spmdrl.tools.local", "train", "--nproc=3"], given[:1], "cannot be split over 3 ranks; set it to 6 or 12"),
+        (["spmdrl.tools.demo"], ["run.num_steps=2"], "optim.warmup_steps = 5 is longer than the run"),
+    ):
+        command = [sys.executable, "-m", *program, *settings]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=folder)
+        assert (done.returncode, done.stdout) == (2, "") and sentence in done.stderr, done.stderr
+    assert {*folder.rglob("*")} == before
 
 
 def test_dry_run_prints_what_would_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
