@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -53,6 +54,19 @@ def not_empty(parts: Parts) -> Parts:
     return {part: size for part, size in parts.items() if size}
 
 
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The weights of a model as they are in its files."""
+
+    num_bytes: int  # of all that the files hold, scales included
+    numbers: int  # that these stand for
+    largest_bytes: int  # of each number of the largest weight
+
+    def share(self, numbers: int) -> int:
+        """Return the bytes that so many numbers have in the files, as many as others."""
+        return math.ceil(numbers * self.num_bytes / self.numbers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenModelSize:
     """A model beside the policy that is loaded and never trained."""
@@ -78,7 +92,7 @@ class Rank:
     compute_bytes: int  # per element of the compute dtype
     tile_elements: int  # logits that the head computes together
     tile_columns: int  # the most entries of the vocabulary among them
-    file_bytes: int  # per element of the model's files
+    stored: StoredModel
     device_bytes: int
     overhead: Overhead  # of the device of a rank that trains
     engine_overhead: Overhead  # of the device of a rank that holds an engine

@@ -61,7 +61,7 @@ def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]
     bases, critic = [size.base_bytes(rank.compute_bytes) for size in rank.trained], rank.for_critic()
     loading = {  # one model after the other
         "process": host["process"],
-        "files": max(size.shard + size.quantized for size in rank.trained) * rank.file_bytes,
+        "files": rank.stored.share(max(size.shard + size.quantized for size in rank.trained)),
         "weights on their way": max(bases) if rank.on_gpu and not cfg.model.cpu_offload else 0,
         "offloaded policy": sum(bases) if cfg.model.cpu_offload else 0,
         "frozen models": host["frozen models"],
@@ -78,13 +78,14 @@ def training_phases(cfg: Config | TuningConfig, rank: Rank) -> list[PhaseMemory]
         PhaseMemory.of("save", trainer, host, beside),
     ]
     if cfg.export.merged and (cfg.export.at_end or cfg.export.every):
-        per_weight = {"auto": rank.compute_bytes, "source": rank.file_bytes, "float32": _FLOAT32}
+        as_source = cfg.export.dtype == "source"
+        per_weight = {"auto": rank.compute_bytes, "source": rank.stored.largest_bytes, "float32": _FLOAT32}
         exported_bytes = per_weight.get(cfg.export.dtype, 2)
-        whole = rank.size.whole * exported_bytes
+        whole = rank.stored.num_bytes if as_source else rank.size.whole * exported_bytes
         bucket = full_bucket(EXPORT_BUCKET_BYTES, rank.size, compute_bytes=exported_bytes)
         ranks = copy_ranks(cfg, rank.run)
         merging = rank.size.largest_weight * _FLOAT32 if cfg.lora else 0
-        encoding = EXPORT_SLAB_BYTES + rank.size.largest_weight if cfg.export.dtype == "source" else 0
+        encoding = EXPORT_SLAB_BYTES + rank.size.largest_weight if as_source else 0
         gathered = bucket + staging_bytes(bucket, num_ranks=ranks) + merging + encoding
         num_files = math.ceil(whole / EXPORT_FILE_BYTES / ranks)  # written by one rank
         buffered = min(whole, min(num_files, 2) * EXPORT_FILE_BYTES)

@@ -231,7 +231,7 @@ class StoredFormat:
         if name not in self._numbers:
             return {name: shape.numel() * dtype.itemsize}
         parts = self.parts_of(name).items()
-        return {part: math.prod(stored.get_shape()) * _dtype(stored).itemsize for part, stored in parts}
+        return {part: math.prod(stored.get_shape()) * dtype_of(stored).itemsize for part, stored in parts}
 
     def encoded(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """Return the tensors that stand for a whole weight, by their names in files, on the device where it is.
@@ -243,16 +243,16 @@ class StoredFormat:
         parts = self.parts_of(name)
         own, *scales = parts
         if not scales:
-            return {own: whole.to(_dtype(parts[own]))}
+            return {own: whole.to(dtype_of(parts[own]))}
         given = parts[scales[0]][...].to(whole.device)
-        made = _in_mxfp4(whole, given) if own != name else self._in_fp8(whole, given, _dtype(parts[own]))
+        made = _in_mxfp4(whole, given) if own != name else self._in_fp8(whole, given, dtype_of(parts[own]))
         return dict(zip(parts, made, strict=True))
 
     def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         if name not in self._numbers:
             return dtype
         own, *scales = self.parts_of(name).values()
-        return torch.bfloat16 if scales else _dtype(own)
+        return torch.bfloat16 if scales else dtype_of(own)
 
     def _in_fp8(self, whole: Tensor, given: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         by_one, width = given.numel() == 1, whole.shape[-1]
@@ -282,7 +282,7 @@ class StoredFormat:
         return made.view(whole.shape), scales.view(given.shape)
 
 
-def _dtype(stored: StoredWeight) -> torch.dtype:
+def dtype_of(stored: StoredWeight) -> torch.dtype:
     """Return the dtype of a tensor in a file, of which nothing is read."""
     return stored[tuple(slice(0, 0) for _ in stored.get_shape()) or ...].dtype
 

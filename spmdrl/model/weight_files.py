@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.model.few_bits import StoredFormat, StoredWeight, as_numbers, method_of, quantization_of
+from spmdrl.model.few_bits import StoredFormat, StoredWeight, as_numbers, dtype_of, method_of, quantization_of
 from spmdrl.types import UserError
 
 # Files of tensors that all who may read other files here may read: safetensors allows it to their owner only.
@@ -69,6 +70,19 @@ def stored_weights(path: str | Path) -> dict[str, StoredWeight]:
 def stored_format(path: str | Path) -> StoredFormat:
     """Return the format in which a model directory has its weights. Raises as `stored_weights` does."""
     return StoredFormat(_heads(Path(path)), quantization_of(path))
+
+
+def stored_sizes(path: str | Path) -> tuple[int, int, int] | None:
+    """Count by the heads of a model directory's files: bytes of all that they hold, scales included; the numbers that
+    these stand for; and bytes of each number of the largest weight. None where files are missing or damaged."""
+    try:
+        stored, weights = _heads(Path(path)), stored_weights(path)
+    except (UserError, OSError, SafetensorError):  # `weight_file_problems` says what is wrong
+        return None
+    num_bytes = sum(math.prod(part.get_shape()) * dtype_of(part).itemsize for part in stored.values())
+    counts = {name: math.prod(weight.get_shape()) for name, weight in weights.items()}
+    largest = weights[max(counts, key=counts.__getitem__)].get_dtype()
+    return num_bytes, sum(counts.values()), {"F64": 8, "F32": 4}.get(largest, 2)
 
 
 def _heads(folder: Path) -> dict[str, StoredWeight]:

@@ -35,7 +35,7 @@ from spmdrl.memory.device import (
 )
 from spmdrl.memory.images import Tower
 from spmdrl.memory.overhead import Overhead, device_overheads
-from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank
+from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank, StoredModel
 from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
 from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.fused import has_fused_layers
@@ -51,6 +51,7 @@ from spmdrl.model.load import compute_dtype, critic_shapes, frozen_names, parame
 from spmdrl.model.logprobs import TILE_COLUMNS, TILE_ELEMENTS
 from spmdrl.model.lora.policy import adapter_sizes, quantized_bytes
 from spmdrl.model.split import decoder_plan
+from spmdrl.model.weight_files import stored_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Model:
     keeps_start: bool = False  # of adapters that begin at a part of the weights
     quantized: Mapping[str, int] = field(default_factory=dict)  # bytes of weights in few bits, by name
     frozen_models: Mapping[str, Model] = field(default_factory=dict)  # beside it, of other directories, by name
+    stored: StoredModel | None = None  # where its files are there
 
     @classmethod
     def read(
@@ -82,7 +84,8 @@ class Model:
         keeps_start = lora is not None and lora.init != "default"
         quantized = {} if lora is None or lora.base is None else quantized_bytes(config, cfg, lora.base)
         shapes, frozen = parameter_shapes(config, cfg), frozen_names(config, cfg)
-        return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized, frozen_models)
+        stored = StoredModel(*sizes) if (sizes := stored_sizes(cfg.path)) else None
+        return cls(config, *shapes, critic, targets, frozen, keeps_start, quantized, frozen_models, stored)
 
     @property
     def has_frozen_tower(self) -> bool:
@@ -196,6 +199,7 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
         device_overheads(cfg, run, decoder, compute_bytes=compute_bytes) if on_gpu else (Overhead(), Overhead())
     )
     resident = [one.size for one in frozen if one.on_device]
+    per_weight = getattr(model.config.dtype, "itemsize", 4)
     return Rank(
         run=run,
         memory=training_memory(cfg.model, cfg.optim, trained, compute_bytes=compute_bytes, resident=resident),
@@ -207,7 +211,7 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],
         tile_columns=TILE_COLUMNS["cuda" if on_gpu else "cpu"],
-        file_bytes=getattr(model.config.dtype, "itemsize", 4),
+        stored=model.stored or StoredModel(size.whole * per_weight, size.whole, per_weight),
         device_bytes=device_bytes,
         overhead=overhead,
         engine_overhead=engine_overhead,

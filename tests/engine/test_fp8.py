@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from spmdrl.engine.sglang.process import import_sglang
 from spmdrl.model import fp8
+from spmdrl.model.few_bits import quantization_of
 from spmdrl.model.policy import Policy
+from spmdrl.model.weight_files import stored_weights
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.types import UserError
 from tests.helpers.engine_ranks import run_engine_ranks
+from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import save_qwen3
 from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings, worst_difference
 
@@ -54,6 +58,29 @@ def against_sglang() -> list[tuple[Any, ...]]:
     return differing
 
 
+def published_against_sglang(paths: list[str]) -> list[str]:
+    """Return the weights of models in few bits that stand for other numbers by SGLang's own functions."""
+    import_sglang()
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+    from sglang.srt.layers.quantization.mxfp4_tensor import MXFP4QuantizeUtil
+
+    differing: list[str] = []
+    for path in paths:
+        files, quantization = load_file(f"{path}/model.safetensors"), quantization_of(path) or {}
+        for name, weight in stored_weights(path).items():
+            if f"{name}_blocks" in files:
+                parts = files[f"{name}_blocks"].flatten(-2), files[f"{name}_scales"]
+                numbers = MXFP4QuantizeUtil.dequantize(parts[0], torch.bfloat16, parts[1], [32]).transpose(1, 2)
+            elif f"{name}_scale_inv" in files:
+                block = quantization["weight_block_size"]
+                numbers = block_quant_dequant(files[name], files[f"{name}_scale_inv"], block, torch.bfloat16)
+            else:
+                continue
+            if not torch.equal(numbers, weight[...]):
+                differing.append(name)
+    return differing
+
+
 @torch.no_grad()
 def stand_for_e4m3(policy: Policy) -> None:
     """Give the policy the weights that its engine has."""
@@ -63,9 +90,9 @@ def stand_for_e4m3(policy: Policy) -> None:
             parameter.copy_(fp8.dequantized(fp8.quantized(parameter, maxima), fp8.scales_of(maxima)))
 
 
-def refits(path: str) -> dict[str, Any]:
+def refits(path: str, published: list[str]) -> dict[str, Any]:
     """Refit an engine three times; its log-probabilities, and its answer to a bit that falls over."""
-    found: dict[str, Any] = {"sglang": against_sglang()}
+    found: dict[str, Any] = {"sglang": against_sglang(), "published": published_against_sglang(published)}
     cfg = settings(path, 1, max_running=10, correction=CORRECTION, **FP8)
     with rank_with_engine(cfg) as rank:
         for version in range(3):  # the second and third repeat the copies of the first
@@ -106,8 +133,9 @@ def other_list(path: str) -> str:
 
 
 def test_sglang_holds_the_integers_that_were_sent(tmp_path: Path) -> None:
-    (found,) = run_engine_ranks(1, refits, save_qwen3(tmp_path, **SIZES))
-    assert found["sglang"] == []
+    published = [save_gpt_oss_in_mxfp4(tmp_path / "mxfp4"), save_deepseek_in_fp8(tmp_path / "fp8")]
+    (found,) = run_engine_ranks(1, refits, save_qwen3(tmp_path / "qwen3", **SIZES), published)
+    assert found["sglang"] == found["published"] == []
     assert found["with"] < 1e-4 and found["without"] > 100 * found["with"]
     assert "does not hold the trainer's weights" in found["corrupt"]
 

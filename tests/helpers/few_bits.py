@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.helpers.models import save_gpt_oss, save_other
+from tests.helpers.models import save_gpt_oss, save_other, save_qwen3
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -54,6 +54,16 @@ def published(
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return tensors
+
+
+def save_qwen3_in_bfloat16(path: Path) -> str:
+    """A random Qwen3 in bfloat16 but for a norm."""
+    file = Path(save_qwen3(path), "model.safetensors")
+    mixed = {name: x.float() if name == "model.norm.weight" else x.bfloat16() for name, x in load_file(file).items()}
+    save_file(mixed, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return str(path)
 
 
 def save_gpt_oss_in_mxfp4(path: Path, **changes: Any) -> str:

@@ -22,7 +22,7 @@ from spmdrl.step.export import export_hf
 from spmdrl.tools.dequantize import dequantize
 from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
-from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
+from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4, save_qwen3_in_bfloat16
 from tests.helpers.models import (
     HAS_EXPERT_PLANS,
     longrope,
@@ -60,16 +60,6 @@ def _with_more_layers(path: Path) -> str:
     return str(path)
 
 
-def _in_bfloat16(path: Path) -> str:
-    """A model in bfloat16 but for a norm."""
-    file = Path(save_qwen3(path), "model.safetensors")
-    mixed = {name: x.float() if name == "model.norm.weight" else x.bfloat16() for name, x in load_file(file).items()}
-    save_file(mixed, file, {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    return str(path)
-
-
 def _with_scales_of_activations(path: Path) -> str:
     file = Path(save_deepseek_in_fp8(path), "model.safetensors")
     more = {"model.layers.0.self_attn.o_proj.activation_scale": torch.tensor(0.5)}
@@ -88,7 +78,7 @@ CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "more-layers": (_with_more_layers, {}),
     "mxfp4": (save_gpt_oss_in_mxfp4, {}),
     "fp8": (_with_scales_of_activations, {}),
-    "bfloat16": (_in_bfloat16, {}),
+    "bfloat16": (save_qwen3_in_bfloat16, {}),
 }
 FEW_BITS = ("mxfp4", "fp8")
 AS_SOURCE = (*FEW_BITS, "bfloat16", "more-layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from spmdrl.dist.mesh import build_meshes
+from spmdrl.dist.session import spmd_session
 from spmdrl.model import few_bits
-from spmdrl.model.load import load_model_config, load_plain
+from spmdrl.model.load import load_model_config, load_plain, load_policy
 from spmdrl.model.weight_files import stored_format, stored_weights, weight_file_problems
+from spmdrl.step.export import export_hf
 from spmdrl.tools.dequantize import main
+from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
 from tests.helpers.few_bits import FP4, in_fp8, published, save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
 from tests.helpers.models import save_llama
+
+WHOLE_BLOCKS = {"q_lora_rank": 16, "v_head_dim": 8, "moe_intermediate_size": 32}  # transformers stops at others
 
 
 def test_mxfp4_becomes_what_transformers_makes_of_it(tmp_path: Path) -> None:
@@ -36,6 +43,39 @@ def test_mxfp4_becomes_what_transformers_makes_of_it(tmp_path: Path) -> None:
     for name, weight in expected.named_parameters():
         assert torch.equal(found.get_parameter(name), weight.float()), name
         assert torch.equal(read.get_parameter(name), weight.float()), name
+
+
+@pytest.mark.parametrize(
+    ("save", "reader"),
+    [
+        (save_gpt_oss_in_mxfp4, Mxfp4Config(dequantize=True)),
+        (partial(save_deepseek_in_fp8, **WHOLE_BLOCKS), FineGrainedFP8Config(dequantize=True)),
+    ],
+    ids=["mxfp4", "fp8"],
+)
+def test_transformers_reads_an_export_like_its_source_by_its_own_quantizer(
+    tmp_path: Path, save: Callable[[Path], str], reader: Any
+) -> None:
+    source, export, whole = save(tmp_path / "source"), tmp_path / "export", tmp_path / "whole"
+    with spmd_session(threads_per_rank=1, deterministic=True) as world:
+        meshes = build_meshes(world)
+        policy = load_policy(model_config(source), meshes.model, temperature=1.0)
+        with torch.no_grad():  # as if it were trained
+            for parameter in policy.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        export_hf(policy, character_tokenizer(), export, meshes, dtype=torch.bfloat16, as_source=True)
+    assert main([str(export), str(whole)]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        export, quantization_config=reader, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    before = load_plain(model_config(source), torch.bfloat16)
+    for name, weight in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), weight), name
+        assert not torch.equal(before.get_parameter(name), weight), name
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
 @pytest.mark.parametrize("settings", [{"weight_block_size": [32, 32]}, {}], ids=["blocks", "without their size"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig, read_run_config
@@ -20,13 +22,14 @@ from spmdrl.memory.overhead import (
 )
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
-from spmdrl.model.load import parameter_shapes
+from spmdrl.model.load import parameter_shapes, read_model_config
 from spmdrl.preflight.forecast import Model, describe_rank, expert_names, predict, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
 from spmdrl.report.report import resource_metrics
 from spmdrl.tools import fit as plan
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
+from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4, save_qwen3_in_bfloat16
 from tests.helpers.models import GATED_DELTA_NET, QWEN3, SIZES, VOCABULARY
 from tests.helpers.small_run import write_config, write_sft_config
 
@@ -129,6 +132,18 @@ def test_fine_tuning_has_the_trainers_phases_with_nothing_beside_them(sections: 
     for name, phase in alone.items():
         parts = {part: size for part, size in with_engine[name].device.items() if part not in beside}
         assert (parts, with_engine[name].host) == (phase.device, phase.host), name
+
+
+@pytest.mark.parametrize("save", [save_qwen3_in_bfloat16, save_gpt_oss_in_mxfp4, save_deepseek_in_fp8])
+def test_an_export_like_its_source_is_as_large_as_that(tmp_path: Path, save: Callable[[Path], str]) -> None:
+    """By the dtypes in the heads of its files: config.json names one for all weights."""
+    path = save(tmp_path)
+    cfg = sft_config(model={"path": path}, export={"dtype": "source"})
+    model = Model.read(read_model_config(cfg.model), cfg.model)
+    phases = predict(cfg, model, num_ranks=1, device_bytes=80 * GIB, on_gpu=True).phases
+    stored = load_file(tmp_path / "model.safetensors").values()
+    (exported,) = [phase.host["exported files"] for phase in phases if phase.name == "export"]
+    assert exported == sum(tensor.nbytes for tensor in stored)
 
 
 def test_fine_tuning_that_cannot_fit_is_refused_to_the_byte() -> None:
