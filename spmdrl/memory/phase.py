@@ -63,7 +63,7 @@ class StoredModel:
     largest_bytes: int  # of each number of the largest weight
 
     def share(self, numbers: int) -> int:
-        """Return the bytes that so many numbers have in the files, as many as others."""
+        """Return the bytes of this count of numbers in the files, on average."""
         return math.ceil(numbers * self.num_bytes / self.numbers)
 
 
