@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tomlkit
 
 from spmdrl.train import main
+from tests.helpers.judges import judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,
@@ -87,11 +89,20 @@ def test_any_number_of_ranks_samples_the_same(folder: Path, alone: Path, engine_
 
 
 @pytest.mark.slow
-def test_evaluations_beside_rollouts_are_those_of_the_colocated_run(folder: Path, alone: Path) -> None:
-    name = "beside"
-    launch(folder, 2, f"run.name={name}", *APART, IN_STEP, "rollout.num_ranks=1", "run.deterministic=false")
-    assert tokens(folder / "runs" / name) == tokens(alone)
-    evaluated = [[row for row in rows(run) if "eval/reward" in row] for run in (alone, folder / "runs" / name)]
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_evaluations_beside_rollouts_are_those_of_the_colocated_run(folder: Path, alone: Path, is_judged: bool) -> None:
+    """Also where a judge sees all answers to a prompt."""
+    run = folder / f"runs/beside-{is_judged}"
+    free = (f"run.name={run.name}", *APART, IN_STEP, "rollout.num_ranks=1", "run.deterministic=false")
+    with judge_server() as server:
+        term = tomlkit.item(server.term(group="scores"), _parent=tomlkit.array()).as_string()
+        judged = (f"reward.terms=[{term}]", "eval.samples_per_prompt=2") if is_judged else ()
+        launch(folder, 2, *free, *judged)
+        if is_judged:
+            alone = folder / "runs/alone-and-judged"
+            launch(folder, 1, f"run.name={alone.name}", "report.samples_per_step=100", *judged)
+    assert tokens(run) == tokens(alone)
+    evaluated = [[row for row in rows(one) if "eval/reward" in row] for one in (alone, run)]
     assert [row["step"] for row in evaluated[0]] == [row["step"] for row in evaluated[1]] == [0, 2, 4]
     for one, other in zip(*evaluated, strict=True):
         for metric in ("eval/reward", "eval/accuracy", "eval/response_tokens"):

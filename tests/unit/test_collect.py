@@ -807,15 +807,24 @@ def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
     rollouts = {rollout_seed(11, 1, prompt, sample) for prompt in range(8) for sample in range(GROUP_SIZE)}
     (collector,) = run.collectors
     groups = [PromptGroup.opened(one, LONG, None, step=0, run_seed=5) for one in FakePrompts().take(40, 2)]
-    late = judge(lambda _: 0.02)
-    collector._held_out.ask(
-        groups,
-        Rewarding(late, as_they_are),
-        lambda pending: delivered.append((len(pending), engine.clock and engine.clock.num_tokens)),
-    )
-    run.step(1)
-    ((count, tokens),) = delivered
-    assert count == 2 * GROUP_SIZE and tokens is not None and 3 <= tokens < 1000
+    late, judged = judge(lambda _: 0.02), []
+
+    def complete(pending: list[Any]) -> list[Any]:
+        """What a judge of whole groups does, in a thread."""
+        assert all(future.done() for _, future in pending)
+        time.sleep(0.02)
+        judged.extend(reversed(pending))
+        return judged
+
+    with ThreadPoolExecutor(1) as pool:
+        collector._held_out.ask(
+            groups,
+            Rewarding(late, lambda pending: pool.submit(complete, pending)),
+            lambda pending: delivered.append((pending, engine.clock and engine.clock.num_tokens)),
+        )
+        run.step(1)
+    ((pending, tokens),) = delivered
+    assert pending is judged and len(pending) == 2 * GROUP_SIZE and tokens is not None and 3 <= tokens < 1000
 
 
 def test_after_refits_in_flight_a_run_that_stopped_collects_what_it_would_have_collected() -> None:
