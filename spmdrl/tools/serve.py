@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -436,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be a traceback of what ends with torch
             say("ended")
 
 
