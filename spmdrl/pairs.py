@@ -26,7 +26,7 @@ from spmdrl.run import Inputs, Launch
 from spmdrl.step.batch import build_batch
 from spmdrl.step.handover import NoHandover
 from spmdrl.step.images import start_images
-from spmdrl.step.logprobs import add_columns, reference_columns
+from spmdrl.step.logprobs import add_reference
 from spmdrl.step.steps import Steps
 from spmdrl.step.tuning_data import (
     PAIR_AGGREGATION,
@@ -42,7 +42,7 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
     cfg, plan, meshes = run.cfg, run.plan, run.meshes
     with run.report.span("load"):
         model = run.load_trained()  # a policy, or a reward model
-        reference = reference_columns(run.load_frozen(model).get(REFERENCE))
+        reference = run.load_frozen(model).get(REFERENCE)
     learner = Learner(model, cfg.optim, pair_objective(cfg.pairs), num_updates=plan.num_updates, dtype=run.dtype)
     learners = {POLICY: learner}
     saver = run.enter(closing(checkpoint.start_saver(cfg, run.folder.checkpoints, learners, meshes)))
@@ -59,7 +59,7 @@ def prefer(run: Launch[PreferencesConfig]) -> None:
             with run.report.span("images"):
                 batch, _, vision_metrics = images.encode_batch(batch)
             with steps.phase("logprobs"):
-                batch = add_columns(batch, reference, meshes.training)
+                batch = add_reference(batch, reference, meshes.training)
             with steps.phase("update"):
                 updated = update(learner, batch.mini_batches, meshes, step=step)
             steps.evaluate(step)

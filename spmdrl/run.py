@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -17,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl import checkpoint
-from spmdrl.config import Config, PreferencesConfig, TuningConfig
+from spmdrl.config import Config, ParallelConfig, PreferencesConfig, TuningConfig
 from spmdrl.config.engines import ENGINES, engine_facts
-from spmdrl.config.plan import Plan
+from spmdrl.config.plan import Plan, layouts
 from spmdrl.data.stream import HeldOutPrompts, PromptStream, TrainingPair
 from spmdrl.data.vision import ImageIntake
 from spmdrl.dist.collectives import raise_on_all_ranks
@@ -173,15 +174,24 @@ class Launch(Run[SettingsT]):
 
 
 @contextmanager
-def open_run(cfg: SettingsT, folder: RunFolder, *, engine_ranks: int = 0) -> Iterator[Run[SettingsT]]:
-    """Join the other ranks and build the meshes; every rank enters and leaves together."""
+def open_run(
+    cfg: SettingsT,
+    folder: RunFolder,
+    *,
+    engine_ranks: int = 0,
+    layouts: Mapping[str, ParallelConfig] = MappingProxyType({}),
+) -> Iterator[Run[SettingsT]]:
+    """Join the other ranks and build the meshes; every rank enters and leaves together. `layouts` are those of the
+    models beside the policy that the run loads, where they have their own."""
     with spmd_session(
         threads_per_rank=cfg.run.threads_per_rank,
         deterministic=cfg.run.deterministic,
         patience_minutes=cfg.run.patience_minutes,
     ) as world:
         ranks_per_engine = cfg.rollout.tp_size if isinstance(cfg, Config) else 1
-        meshes = build_meshes(world, cfg.parallel, ranks_per_engine=ranks_per_engine, engine_ranks=engine_ranks)
+        meshes = build_meshes(
+            world, cfg.parallel, ranks_per_engine=ranks_per_engine, engine_ranks=engine_ranks, layouts=layouts
+        )
         run = Run(cfg=cfg, folder=folder, world=world, meshes=meshes)
         room = cpu_room() if run.device.type == "cpu" else None
         with nullcontext() if room is None else room.agree(run):
@@ -228,7 +238,7 @@ def open_launch(
         RewardClient(cfg.reward, inputs.tokenizer, judged=folder.judged, sets=cfg.set_rewards)
         if isinstance(cfg, Config)
         else nullcontext() as reward_client,
-        open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks) as run,
+        open_run(cfg, folder, engine_ranks=inputs.plan.engine_ranks, layouts=layouts(cfg)) as run,
         nullcontext() if SUPERVISED in os.environ else owning(folder.path, run.world, run.meshes.world),
         watch_over(
             FaultFiles(folder.path), run.world, timeout_s=cfg.watchdog.timeout_s, stop_before=cfg.run.stop_before

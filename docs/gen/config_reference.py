@@ -70,8 +70,9 @@ def _title(name: str, field: FieldInfo) -> str:
 def _section(name: str, field: FieldInfo, described: dict[type[Section], str]) -> str:
     """A table of the TOML file, and the tables inside it."""
     (section,) = sections_in(field.annotation)
+    name = _title(name, field)
     described[section] = name
-    parts = [f"### `[{_title(name, field)}]`\n"]
+    parts = [f"### `[{name}]`\n"]
     if is_by_name(field.annotation):
         parts.append("A table for each, under names of yours.\n")
     elif not field.is_required():
@@ -120,6 +121,9 @@ def _kinds(title: str, name: str, kinds: Sequence[type[Section]], described: dic
                 described[nested[0]] = f"{name}.{key}"
                 yield f"#### `[{name}.{key}]`\n\n{_sentence(inner)}\n"
                 yield _table(nested[0])
+            elif nested:
+                same = described[nested[0]]
+                yield f"Its table `{key}` has the settings of [`[{same}]`](#{same.replace('.', '').lower()}).\n"
 
 
 def _table(section: type[Section], without: Sequence[str] = ()) -> str:

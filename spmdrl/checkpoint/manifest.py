@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from spmdrl.config.model import FrozenModelConfig
 from spmdrl.config.strict import FileModel, Malformed, conform, flat, parse_own_json, shown
 from spmdrl.faults.files import open_ordinary
 from spmdrl.faults.supervise import newest_step as newest_step
@@ -349,9 +350,10 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
 
 
 def harmless(cfg: Any) -> tuple[str, ...]:
-    """Return the settings of `HARMLESS` that are harmless under this configuration."""
+    """Return the settings of `HARMLESS` that are harmless under this configuration, and where other models lie."""
     # Every schedule but a constant one depends on the number of steps.
-    return HARMLESS if cfg.optim.schedule == "constant" else tuple(name for name in HARMLESS if name != "run.num_steps")
+    names = HARMLESS if cfg.optim.schedule == "constant" else [name for name in HARMLESS if name != "run.num_steps"]
+    return *names, *(f"{table}.{setting}" for table in cfg.beside for setting in FrozenModelConfig.model_fields)
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -10,12 +10,13 @@ from pydantic import AfterValidator, Field
 
 from spmdrl.algo.formula import Divergence
 from spmdrl.config.base import Count, PathText, Positive, Section, Temperature, is_set, rule
+from spmdrl.config.model import FrozenModelConfig
 from spmdrl.conversation import NO_TEACHER
 
 ModelName = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[\w-]+$")]
 
 
-class OtherModelConfig(Section):
+class OtherModelConfig(FrozenModelConfig):
     path: PathText | None = None
     """Directory of the model, relative to the working directory; or its name on a hub, as `model.path`."""
     adapters: Literal["off"] | None = None
@@ -28,8 +29,6 @@ class OtherModelConfig(Section):
     """`lagged` only: the copy is taken after each step whose number is a multiple of this. Unset: 10."""
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """`average` only: after each step, the average is this times itself plus the rest times the policy. Unset: 0.99."""
-    rests_on: Literal["host", "device"] = "host"
-    """Memory that holds the model's shards between its passes."""
 
     @property
     def is_own_base(self) -> bool:

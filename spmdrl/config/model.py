@@ -88,6 +88,30 @@ def cp_style_needs_cp(parallel: ParallelConfig) -> Iterator[str]:
         yield f'cp_style = "{parallel.cp_style}" has no meaning with cp = 1; set cp above 1, or remove it'
 
 
+# What is common to the tables of models beside the policy that are never trained.
+
+
+class FrozenParallelConfig(Section):
+    dp_replicate: Count | None = None
+    """Copies of the model, each sharded over the other ranks that train. Unset: those of `[parallel]`."""
+    ep: Count | None = None
+    """Ranks that share the experts of a layer, in place of `parallel.ep`. Unset: that, for a model with experts."""
+
+
+class FrozenModelConfig(Section):
+    rests_on: Literal["host", "device"] = "host"
+    """Memory that holds the model's shards between its passes."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after each micro-batch; with `false` each layer is gathered once in a step, and
+    the model is on the device as a whole while it computes."""
+    parallel: FrozenParallelConfig = FrozenParallelConfig()
+
+    def layout(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return the settings of `[parallel]` for this model."""
+        own = {name: value for name, value in self.parallel if value not in (None, getattr(parallel, name))}
+        return parallel.model_copy(update={**own, "dp_shard": None}) if own else parallel
+
+
 # The table about adapters.
 
 

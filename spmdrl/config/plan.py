@@ -191,7 +191,7 @@ def _refuse(cfg: Config | TuningConfig, num_ranks: int) -> None:
 def _ranks_divide(cfg: Config | TuningConfig, num_ranks: int) -> Iterator[str]:
     engine_ranks = 0 if isinstance(cfg, TuningConfig) else cfg.rollout.num_ranks or 0
     if not engine_ranks or engine_ranks < num_ranks:
-        yield from parallel_problems(cfg.parallel, num_ranks - engine_ranks)
+        yield from layout_problems(cfg, num_ranks - engine_ranks)
         return
     fewer = f"set it to {num_ranks - 1} or less, or " if num_ranks > 1 else ""
     yield (
@@ -251,6 +251,38 @@ def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[s
             f"parallel.ep = {ep} does not divide the {in_a_copy} ranks that hold one copy of the policy "
             f"({num_training} that train / dp_replicate = {replicate}); set it to a divisor of {in_a_copy}"
         )
+
+
+def layouts(cfg: Config | TuningConfig) -> dict[str, ParallelConfig]:
+    """The layouts of the models beside the policy that have another than it, by their tables."""
+    found = {table: one.layout(cfg.parallel) for table, one in cfg.beside.items()}
+    return {table: layout for table, layout in found.items() if layout != cfg.parallel}
+
+
+def layout_problems(cfg: Config | TuningConfig, num_training: int) -> Iterator[str]:
+    """Yield a sentence for each setting of the policy's layout, and of those of models beside it, that does not fit the
+    number of ranks that train."""
+    if problems := list(parallel_problems(cfg.parallel, num_training)):
+        yield from problems
+        return
+    cp, tp = cfg.parallel.cp, cfg.parallel.tp
+    num_shares = num_training // (cp * tp)
+    for table, layout in layouts(cfg).items():
+        replicate, ep = layout.dp_replicate, layout.ep
+        in_a_copy = num_training // replicate
+        if num_shares % replicate:
+            yield (
+                f"{table}.parallel.dp_replicate = {replicate} does not divide the {num_shares} shares of a step "
+                f"({num_training} ranks that train / parallel.cp x tp = {cp} x {tp}); set it to a divisor of "
+                f"{num_shares}"
+            )
+        elif in_a_copy % ep:
+            is_own = cfg.beside[table].parallel.ep is not None
+            yield (
+                f"{table + '.' if is_own else ''}parallel.ep = {ep} does not divide the {in_a_copy} ranks that hold "
+                f"one copy of the model ({num_training} that train / dp_replicate = {replicate}); set "
+                f"{table}.parallel.ep to a divisor of {in_a_copy}"
+            )
 
 
 def needs_global_stats(correction: CorrectionConfig) -> bool:

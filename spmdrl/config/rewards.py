@@ -24,6 +24,7 @@ from spmdrl.config.base import (
     is_set,
     rule,
 )
+from spmdrl.config.model import FrozenModelConfig
 
 
 class _Term(Section):
@@ -114,7 +115,7 @@ class CodeReward(_Term):
     """Time limit for all tests of a response; those that it leaves out have failed. Below `reward.timeout_s`."""
 
 
-class ModelReward(_Term):
+class ModelReward(FrozenModelConfig, _Term):
     kind: Literal["model"]
     """The score that a reward model gives to prompt and response: a classifier of sequences with one label. See
     `docs/preferences.md`."""

@@ -15,8 +15,9 @@ from spmdrl.config.data import (
     SetData,
 )
 from spmdrl.config.distill import FEEDBACK, REFERENCE
+from spmdrl.config.model import FrozenModelConfig
 from spmdrl.config.rules import is_per_sequence
-from spmdrl.config.whole import Config, SftConfig
+from spmdrl.config.whole import Config, PreferencesConfig, SftConfig, TuningConfig
 from spmdrl.conversation import NO_TEACHER
 
 # Algorithms of their own.
@@ -213,8 +214,22 @@ def models_are_used(cfg: Config | SftConfig) -> Iterator[str]:
         yield f"[models.{name}] has no use: {use}; remove it"
 
 
-@rule(Config, SftConfig)
-def models_have_one_origin(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(PreferencesConfig)
+def pairs_are_compared_with_a_reference(cfg: PreferencesConfig) -> Iterator[str]:
+    for name, model in cfg.models.items():
+        if name != REFERENCE or not cfg.has_reference:
+            alone = f"a run on pairs has [models.{REFERENCE}] alone"
+            use = alone if cfg.has_reference else f'pairs.loss = "{cfg.pairs.loss}" compares with no reference'
+            yield f"[models.{name}] has no use: {use}; remove it"
+        elif model.weights is not None:
+            yield (
+                f'models.{name}.weights = "{model.weights}" moves with the policy, and pairs are compared with a '
+                f"reference that does not; set models.{name}.path instead"
+            )
+
+
+@rule(Config, SftConfig, PreferencesConfig)
+def models_have_one_origin(cfg: Config | TuningConfig) -> Iterator[str]:
     for name, model in cfg.models.items():
         origins = [setting for setting in ("path", "adapters", "weights") if is_set(model, setting)]
         if len(origins) != 1:
@@ -225,20 +240,31 @@ def models_have_one_origin(cfg: Config | SftConfig) -> Iterator[str]:
                 f'models.{name}.adapters = "off" is the policy without the adapters of [lora], and there is no [lora]; '
                 f"set models.{name}.path instead"
             )
-        elif not model.is_loaded and is_set(model, "rests_on"):
-            yield f"models.{name}.rests_on has no meaning for the policy's own weights; remove it"
+        for setting in FrozenModelConfig.model_fields:
+            if origins and not model.is_loaded and is_set(model, setting):
+                yield f"models.{name}.{setting} has no meaning for the policy's own weights; remove it"
 
 
-@rule(Config, SftConfig)
-def settings_belong_to_followers(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, SftConfig, PreferencesConfig)
+def settings_belong_to_followers(cfg: Config | TuningConfig) -> Iterator[str]:
     for name, model in cfg.models.items():
         for setting, weights in (("every_steps", "lagged"), ("decay", "average")):
             if is_set(model, setting) and model.weights != weights:
                 yield (f'models.{name}.{setting} has no meaning without weights = "{weights}"; set both or remove it')
 
 
-@rule(Config, SftConfig)
-def adapters_are_not_followed(cfg: Config | SftConfig) -> Iterator[str]:
+@rule(Config, SftConfig, PreferencesConfig)
+def followers_have_the_layout_of_the_policy(cfg: Config | TuningConfig) -> Iterator[str]:
+    for name, model in cfg.models.items():
+        if model.follows and model.layout(cfg.parallel) != cfg.parallel:
+            yield (
+                f'models.{name}.weights = "{model.weights}" copies the policy shard by shard, so that it has the '
+                f"policy's layout; remove models.{name}.parallel, or change [parallel]"
+            )
+
+
+@rule(Config, SftConfig, PreferencesConfig)
+def adapters_are_not_followed(cfg: Config | TuningConfig) -> Iterator[str]:
     for name, model in cfg.models.items():
         if model.follows and cfg.lora is not None:
             yield (

@@ -31,7 +31,7 @@ from spmdrl.config.data import (
 )
 from spmdrl.config.distill import REFERENCE, DistillConfig, Models, OtherModelConfig, frozen_models
 from spmdrl.config.environment import EnvironmentConfig
-from spmdrl.config.model import CriticConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
+from spmdrl.config.model import CriticConfig, FrozenModelConfig, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from spmdrl.config.rewards import MathReward, ReasoningGymReward, RewardConfig
 from spmdrl.config.rollout import OffloadConfig, RefitConfig, RolloutConfig
 from spmdrl.config.run import (
@@ -135,6 +135,13 @@ class Config(Section):
         return frozen_models(self.models, self.distill, reference=began if self.has_reference else None)
 
     @property
+    def beside(self) -> dict[str, FrozenModelConfig]:
+        """The settings of `frozen_models` and of reward models, by their tables."""
+        models = ((f"models.{name}", one) for name, one in self.frozen_models.items())
+        terms = ((f"reward.terms.{place}", term) for place, term in self.reward.model_terms.items())
+        return {**dict(models), **dict(terms)}
+
+    @property
     def temperatures(self) -> dict[str, float]:
         """The temperature at which each of `frozen_models` is asked: the policy's, but that of teachers may be set."""
         own, teachers = self.rollout.temperature, self.distill and self.distill.teacher_temperature
@@ -223,6 +230,7 @@ class TuningConfig(Section):
     run: RunConfig
     model: ModelConfig
     lora: LoraConfig | None = None
+    models: Models = Field(default_factory=dict)
     parallel: ParallelConfig = ParallelConfig()
     data: PromptsConfig
     optim: OptimConfig
@@ -254,7 +262,12 @@ class TuningConfig(Section):
     @property
     def frozen_models(self) -> dict[str, OtherModelConfig]:
         """The models that the policy is compared with, by name."""
-        return frozen_models({}, None, reference=self.began if self.has_reference else None)
+        return frozen_models(self.models, None, reference=self.began if self.has_reference else None)
+
+    @property
+    def beside(self) -> dict[str, FrozenModelConfig]:
+        """The settings of `frozen_models`, by their tables."""
+        return {f"models.{name}": one for name, one in self.frozen_models.items()}
 
     @property
     def began(self) -> OtherModelConfig:
@@ -276,7 +289,6 @@ class SftConfig(TuningConfig):
     data: DataConfig
     sft: ResponsesConfig
     held_out: HeldOutResponsesConfig | None = None
-    models: Models = Field(default_factory=dict)
     distill: DistillConfig | None = None
 
     @property

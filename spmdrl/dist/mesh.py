@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelMeshes:
-    """The meshes over which the policy is split.
+    """The meshes over which the policy is split, or a model beside it.
 
     A rank's coordinates in `dense` select its part of the weights that all tokens use. `expert` holds the same ranks in
     another order and splits each layer's experts; it is None when every rank computes all experts.
@@ -50,9 +52,14 @@ class Meshes:
     background: DeviceMesh  # the same, on the host, for the thread that writes checkpoints: threads share no group
     data: DeviceMesh  # one rank of each share of the sequences, among them this one
     model: ModelMeshes
+    others: Mapping[str, ModelMeshes]  # of models beside the policy with a layout of their own, by their tables
     engines: DeviceMesh  # ranks that hold engines
     engine: DeviceMesh  # ranks that share this rank's engine; the first of them leads it
     weights: DeviceMesh | None  # disaggregated: the first training rank and the ranks that hold engines; else None
+
+    def of(self, table: str) -> ModelMeshes:
+        """The meshes of the model beside the policy that this table is about."""
+        return self.others.get(table, self.model)
 
     @property
     def trains(self) -> bool:
@@ -86,13 +93,19 @@ class Meshes:
 
 
 def build_meshes(
-    world: World, parallel: ParallelConfig | None = None, *, ranks_per_engine: int = 1, engine_ranks: int = 0
+    world: World,
+    parallel: ParallelConfig | None = None,
+    *,
+    ranks_per_engine: int = 1,
+    engine_ranks: int = 0,
+    layouts: Mapping[str, ParallelConfig] = MappingProxyType({}),
 ) -> Meshes:
     """Build all meshes of a run, whose groups all wait for `world.patience`; every rank must call this.
 
     The last `engine_ranks` ranks only hold engines and the others only train; with 0 every rank does both. Neighbouring
     ranks share an engine. Training ranks are laid out as [dp_replicate, dp_shard, cp, tp], the last varying fastest, so
-    that the ranks that exchange the most are neighbours. `plan.parallel_problems` checks that the sizes fit.
+    that the ranks that exchange the most are neighbours. `layouts` are those of models beside the policy that differ in
+    dp_replicate or ep, by their tables. `plan.plan_problems` checks that the sizes fit.
     """
     kind = world.device.type
     everyone = init_device_mesh(kind, (world.num_ranks,), mesh_dim_names=("world",))
@@ -101,6 +114,10 @@ def build_meshes(
     training = DeviceMesh(kind, training_ranks, mesh_dim_names=("training",)) if engine_ranks else everyone
     background = _background(training, training_ranks, world.patience)
     data, model = _training_meshes(kind, training_ranks, world.rank, parallel)
+    distinct = {
+        layout: _model_meshes(kind, training_ranks, world.rank, layout, cp=model.cp)
+        for layout in dict.fromkeys(layouts.values())
+    }
     if not engine_ranks:
         grid = init_device_mesh(kind, (world.num_ranks // ranks_per_engine, ranks_per_engine), mesh_dim_names=_GRID)
         engines, engine, weights = everyone, grid["engine"], None
@@ -117,6 +134,7 @@ def build_meshes(
         background=background,
         data=data,
         model=model,
+        others={table: distinct[layout] for table, layout in layouts.items()},
         engines=engines,
         engine=engine,
         weights=weights,
@@ -159,25 +177,23 @@ def _training_meshes(
     kind: str, ranks: Tensor, me: int, parallel: ParallelConfig | None
 ) -> tuple[DeviceMesh, ModelMeshes]:
     """Build the data mesh and the policy's meshes from the training ranks."""
-    replicate = cp = tp = ep = 1
+    cp, tp = (1, 1) if parallel is None else (parallel.cp, parallel.tp)
+    chunks = _axis_of(kind, "cp", ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1), me)
+    data = _axis_of(kind, "data", ranks.view(-1, cp * tp).t(), me)
+    return data, _model_meshes(kind, ranks, me, parallel, cp=chunks)
+
+
+def _model_meshes(kind: str, ranks: Tensor, me: int, parallel: ParallelConfig | None, *, cp: DeviceMesh) -> ModelMeshes:
+    """Build a model's meshes from the training ranks; those of `cp` compute chunks of the same tokens."""
+    replicate = tp = ep = 1
     style: Literal["all_gather", "ulysses"] = "all_gather"
     if parallel is not None:
-        replicate, cp, tp, ep = parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep
-        style = parallel.cp_style
+        replicate, tp, ep, style = parallel.dp_replicate, parallel.tp, parallel.ep, parallel.cp_style
     dense = DeviceMesh(kind, ranks.view(replicate, -1, tp), mesh_dim_names=("replicate", "shard", "tp"))
     expert = None
     if ep > 1:
         expert = DeviceMesh(kind, ranks.view(replicate, -1, ep), mesh_dim_names=("replicate", "expert_shard", "ep"))
-    return (
-        _axis_of(kind, "data", ranks.view(-1, cp * tp).t(), me),
-        ModelMeshes(
-            dense,
-            expert,
-            copy=_axis_of(kind, "copy", ranks.view(replicate, -1), me),
-            cp=_axis_of(kind, "cp", ranks.view(-1, cp, tp).transpose(1, 2).flatten(0, 1), me),
-            cp_style=style,
-        ),
-    )
+    return ModelMeshes(dense, expert, copy=_axis_of(kind, "copy", ranks.view(replicate, -1), me), cp=cp, cp_style=style)
 
 
 def _axis_of(kind: str, name: str, groups: Tensor, me: int) -> DeviceMesh:

@@ -350,13 +350,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def gathered_weights(model: ModelConfig, size: ModelSize, *, trainable: bool = True) -> int:
+def gathered_weights(model: ModelConfig, size: ModelSize) -> int:
     """Count the parameters that are gathered on a rank at the same time.
 
-    These are the ones outside the layers, the layer that computes and those prefetched; all layers when a policy's
-    layers stay gathered.
+    These are the ones outside the layers, the layer that computes and those prefetched; all layers when they stay
+    gathered.
     """
-    layers = 1 + model.prefetch_layers if model.reshard_after_forward or not trainable else size.num_layers
+    layers = 1 + model.prefetch_layers if model.reshard_after_forward else size.num_layers
     return size.root + min(layers, size.num_layers) * size.largest_layer + size.largest_quantized
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from spmdrl.config import Config, TuningConfig
 from spmdrl.config.engines import engine_facts
-from spmdrl.config.plan import Plan
+from spmdrl.config.plan import Plan, layouts
 from spmdrl.memory.activations import Decoder, forward_bytes
 
 _MIB = 2**20
@@ -99,6 +99,10 @@ def num_communicators(cfg: Config | TuningConfig, run: Plan) -> int:
     groups = [ranks, run.num_shares, parallel.dp_replicate, copy // parallel.tp, copy, parallel.tp, parallel.cp]
     if parallel.ep > 1:
         groups += [parallel.ep, copy // parallel.ep, parallel.dp_replicate]
+    for layout in set(layouts(cfg).values()):  # of models without gradients, which are summed over copies
+        copy = ranks // layout.dp_replicate
+        groups += [copy // layout.tp, layout.tp]
+        groups += [layout.ep, copy // layout.ep] if layout.ep > 1 else []
     if run.engine_ranks:
         groups.append(1 + run.engine_ranks)
     return sum(1 < size < run.num_ranks for size in groups) + (1 < run.num_ranks in groups)

@@ -71,10 +71,12 @@ class StoredModel:
 class FrozenModelSize:
     """A model beside the policy that is loaded and never trained."""
 
+    table: str  # its settings
     size: ModelSize
     decoder: Decoder  # of the whole model
     on_device: bool  # where its shards rest
-    teaches_vocabulary: bool  # its head is on the device during updates, and its hidden states wait on the host
+    gathers_once: bool  # it is on the device as a whole while it computes
+    teaches_vocabulary: bool  # its head is on the device until the updates end, and its hidden states wait on the host
     tower: Tower | None = None  # that looks at images for it alone
 
 

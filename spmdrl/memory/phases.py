@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from spmdrl.config import Config, DistillConfig, SftConfig, TuningConfig
+from spmdrl.config import Config, DistillConfig, ModelConfig, SftConfig, TuningConfig
 from spmdrl.config.engines import engine_facts
 from spmdrl.config.plan import Plan, takes_old_pass
 from spmdrl.memory.activations import (
@@ -31,6 +31,7 @@ from spmdrl.memory.device import (
     MemoryPlan,
     full_bucket,
     gathered_weights,
+    gib,
     staging_bytes,
     states_per_weight,
 )
@@ -45,7 +46,7 @@ from spmdrl.memory.images import (
     shown_tokens,
 )
 from spmdrl.memory.overhead import Parts
-from spmdrl.memory.phase import PhaseMemory, Rank
+from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank
 
 PROCESS_BYTES = GIB // 2  # on the host: Python, torch and transformers
 CUDA_PROCESS_BYTES = 2 * GIB  # with CUDA's libraries
@@ -185,7 +186,7 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
 
 def _logprobs_phase(cfg: Config | TuningConfig, rank: Rank, host: Parts) -> PhaseMemory:
     """Return the phase of forward passes without gradients."""
-    return PhaseMemory("logprobs", _trainer(rank) | _logprobs(cfg, rank), host, rank.overhead.while_training)
+    return PhaseMemory.of("logprobs", _trainer(rank) | _logprobs(cfg, rank), host, rank.overhead.while_training)
 
 
 def _looking(cfg: Config | TuningConfig, rank: Rank, tower: Tower) -> dict[str, int]:
@@ -243,11 +244,11 @@ def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     The policy's root stays gathered while the frozen models compute one after the other, and the critic after them.
     """
     critic, frozen = rank.for_critic(), rank.for_frozen()
-    others = [_gathered(cfg, one, trainable=False) for one in frozen]
-    others += [_gathered(cfg, critic)] if critic else []
-    others += [one.size.root + one.tower.parameters for one in rank.frozen if one.tower]
+    others = [_in_turn(cfg.model, one, at) for one, at in zip(rank.frozen, frozen, strict=True)]
+    others += [_gathered(cfg.model, critic)] if critic else []
     return {
-        "gathered": (_gathered(cfg, rank) + max(others, default=0)) * rank.compute_bytes,
+        "heads of teachers": _head_bytes(cfg, rank),
+        "gathered": (_gathered(cfg.model, rank) + max(others, default=0)) * rank.compute_bytes,
         "activations and logits": max(
             [_forward(cfg, one) for one in (rank, critic, *frozen) if one]
             + [_looking(cfg, rank, one.tower)["activations"] for one in rank.frozen if one.tower]
@@ -255,8 +256,30 @@ def _logprobs(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     }
 
 
+def _in_turn(model: ModelConfig, frozen: FrozenModelSize, rank: Rank) -> int:
+    """Count the weights of a frozen model that are gathered at the same time, on a rank with it for its policy."""
+    layers = _gathered(model.model_copy(update={"reshard_after_forward": not frozen.gathers_once}), rank)
+    tower = frozen.tower.parameters if frozen.tower else 0
+    return layers + tower if frozen.gathers_once else max(layers, frozen.size.root + tower)
+
+
+def turn_problems(cfg: Config | TuningConfig, rank: Rank, plan: MemoryPlan | None) -> Iterator[str]:
+    """Yield a sentence for each frozen model that cannot be on the device as a whole beside what is there for certain:
+    the trainer, gathered in part, and where there is one, the sleeping engine with a refit's buckets."""
+    trainer = rank.memory.weights + rank.memory.optimizer + rank.size.root * rank.compute_bytes
+    beside = trainer + (plan.buckets + plan.engine_keeps if plan else 0) + sum(rank.overhead.while_training.values())
+    for frozen, at in zip(rank.frozen, rank.for_frozen(), strict=True):
+        whole = _in_turn(cfg.model, frozen, at) * rank.compute_bytes
+        if frozen.gathers_once and whole + beside > rank.device_bytes:
+            yield (
+                f"{frozen.table}.reshard_after_forward = false has the whole model on the device while it computes "
+                f"({gib(whole)}), beside {gib(beside)} of the run, together more than the device's "
+                f"{gib(rank.device_bytes)}; set it to true"
+            )
+
+
 def _head_bytes(cfg: Config | TuningConfig, rank: Rank) -> int:
-    """Bytes of the heads of teachers over the whole vocabulary, which are on the device during updates."""
+    """Bytes of the heads of teachers over the whole vocabulary, which are on the device until the updates end."""
     teachers = [one.decoder for one in rank.frozen if one.teaches_vocabulary]
     return sum(rank.decoder.vocabulary * one.hidden for one in teachers) // cfg.parallel.tp * rank.compute_bytes
 
@@ -287,17 +310,17 @@ def _update(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
     return {
         "gradients": 0 if cfg.model.cpu_offload and not size.adapters else size.gradient_bytes,
         "sums over copies": size.gradient_bytes if cfg.parallel.dp_replicate > 1 and not size.adapters else 0,
-        "gathered": _gathered(cfg, rank) * rank.compute_bytes,
+        "gathered": _gathered(cfg.model, rank) * rank.compute_bytes,
         "heads of teachers": _head_bytes(cfg, rank),
     } | _backward(cfg, rank)
 
 
-def _gathered(cfg: Config | TuningConfig, rank: Rank, *, trainable: bool = True) -> int:
+def _gathered(model: ModelConfig, rank: Rank) -> int:
     """Count the weights of a model that are gathered at the same time; a tower computes before and after the layers."""
-    in_layers, tower = gathered_weights(cfg.model, rank.size, trainable=trainable), rank.trained_tower
+    in_layers, tower = gathered_weights(model, rank.size), rank.trained_tower
     if tower is None:
         return in_layers
-    if not cfg.model.reshard_after_forward and trainable:
+    if not model.reshard_after_forward:
         return in_layers + tower.parameters
     return max(in_layers, rank.size.root + _gathered_in_tower(tower))
 

@@ -1,15 +1,14 @@
 """The models beside the policy that are never trained: the reference it is compared with, and teachers.
 
-Each has weights of its own, which rest as shards and are gathered layer by layer while it computes, or it is the
-policy's own base, with the adapters off.
+Each has weights of its own, which rest as shards and are gathered while it computes, layer by layer or once in its
+turn, or it is the policy's own base, with the adapters off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from spmdrl.config.distill import REFERENCE, OtherModelConfig
 from spmdrl.dist.mesh import Meshes
 from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import load_policy
+from spmdrl.model.load import load_policy, role_of
 from spmdrl.model.policy import PackedModel, Policy, TokenLogprobs
+from spmdrl.model.sharding import turn_of
 from spmdrl.types import MicroBatch, TopTokens
 
 
@@ -33,6 +33,17 @@ class FrozenModel:
     temperature: float
     is_own_base: bool = False  # `model` is the policy itself, whose adapters are off while it computes
     is_policy: bool = False  # `model` is the policy itself, as it is before a step's updates
+    gathers_once: bool = False  # in its turn, and not in each pass
+
+    @property
+    def has_own_weights(self) -> bool:
+        """False when `model` is the policy itself."""
+        return not (self.is_own_base or self.is_policy)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Surround its passes of a step, of which each weight is gathered in the first and freed after the last where
+        it `gathers_once`. Turns of two models must not overlap, so that one is on the device at a time."""
+        return turn_of(self.model, gathers_once=self.gathers_once) if self.has_own_weights else nullcontext()
 
     def __call__(self, micro_batch: MicroBatch) -> TokenLogprobs:
         """Compute logprobs and entropy of the `predicted` tokens."""
@@ -58,7 +69,7 @@ class FrozenModel:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not (self.is_own_base or self.is_policy):
+        if self.has_own_weights:
             yield
             return
         assert self.model.adapters is not None or self.is_policy, "a policy without adapters is no base"
@@ -76,7 +87,7 @@ def load_frozen(
     temperatures: Mapping[str, float],
     kernel: Kernel | None = None,
 ) -> dict[str, FrozenModel]:
-    """Load these models beside the policy, by name, with the settings of `cfg` and sharded like it.
+    """Load these models beside the policy, by name, with the settings of `cfg` and the layouts of `meshes`.
 
     `kernel` is the policy's, with which a model from the policy's own directory computes too. Raises UserError like
     `load_policy`.
@@ -88,9 +99,9 @@ def load_frozen(
             return FrozenModel(policy, temperature, is_own_base=model.is_own_base, is_policy=not model.is_own_base)
         settings = settings_of(model, cfg)
         own_kernel = kernel if settings.path == cfg.path else None
-        role: Literal["reference", "resident"] = "resident" if model.rests_on == "device" else "reference"
-        loaded = load_policy(settings, meshes.model, temperature=temperature, kernel=own_kernel, role=role)
-        return FrozenModel(loaded, temperature)
+        own_meshes, role = meshes.of(f"models.{name}"), role_of(model)
+        loaded = load_policy(settings, own_meshes, temperature=temperature, kernel=own_kernel, role=role)
+        return FrozenModel(loaded, temperature, gathers_once=not model.reshard_after_forward)
 
     return {name: load(name, model) for name, model in models.items()}
 

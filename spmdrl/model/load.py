@@ -8,6 +8,7 @@ many, a CPU and CUDA, and models that live on a subset of the ranks.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import ModelConfig, ParallelConfig
-from spmdrl.config.model import QuantizedBase
+from spmdrl.config.model import FrozenModelConfig, QuantizedBase
 from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import require_model
 from spmdrl.dist.mesh import ModelMeshes
@@ -45,7 +46,7 @@ from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_p
 from spmdrl.model.policy import Critic, PackedModel, Policy
 from spmdrl.model.recurrent import recurrent_context_problems
 from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
-from spmdrl.model.split import split_problems
+from spmdrl.model.split import has_experts, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class
 from spmdrl.model.weight_files import lacking, stored_weights
@@ -116,11 +117,17 @@ def _shapes(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], list[se
     return shapes, [{names[id(parameter)] for parameter in layer.parameters()} for layer in decoder_layers(model)]
 
 
-def parallel_model_problems(model_config: Any, cfg: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a sentence for each setting of [parallel] that this model does not support; takes no memory."""
+def parallel_model_problems(
+    model_config: Any, cfg: ModelConfig, parallel: ParallelConfig, *, needs_experts: bool = True
+) -> Iterator[str]:
+    """Yield a sentence for each setting of [parallel] that this model does not support; takes no memory.
+
+    Without `needs_experts` its ep is nothing to a model without experts.
+    """
     dtype = compute_dtype(cfg.compute_dtype, default_device_type())
     model = model_without_memory(model_config, cfg)
-    yield from split_problems(model, tp=parallel.tp, ep=parallel.ep, element_bytes=dtype.itemsize)
+    ep = parallel.ep if needs_experts or has_experts(model) else 1
+    yield from split_problems(model, tp=parallel.tp, ep=ep, element_bytes=dtype.itemsize)
     if parallel.cp > 1:
         text = model_config.get_text_config()
         yield from recurrent_context_problems(text, parallel.cp)
@@ -233,6 +240,11 @@ def drop_head(model: PreTrainedModel) -> None:
     model._keys_to_ignore_on_load_unexpected = {*ignored, rf"^{re.escape(name)}\."}
 
 
+def role_of(model: FrozenModelConfig) -> Role:
+    """Return the role of a model that is never trained."""
+    return "resident" if model.rests_on == "device" else "reference"
+
+
 def load_packed(
     cfg: ModelConfig,
     meshes: ModelMeshes,
@@ -260,11 +272,13 @@ def load_packed(
         policy = build(model, chosen)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         operators = operators_of(chosen)
-        replace_layers(model, operators, device_type=device.type, meshes=meshes, quantized=quantized)
+        # A model beside the policy may have no experts, of which the policy has some.
+        layout = dataclasses.replace(meshes, expert=None) if waits and not has_experts(model) else meshes
+        replace_layers(model, operators, device_type=device.type, meshes=layout, quantized=quantized)
         # A root stays gathered between forward and backward, where there is one.
         shard_policy(
             policy,
-            meshes,
+            layout,
             dtype=dtype,
             offload=offload,
             reshard_root=waits,

@@ -14,10 +14,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from spmdrl.config import ModelConfig
+from spmdrl.config.model import FrozenModelConfig
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.model.context import ContextRanks
 from spmdrl.model.kernels import Kernel
-from spmdrl.model.load import drop_head, load_packed, model_without_memory
+from spmdrl.model.load import drop_head, load_packed, model_without_memory, role_of
 from spmdrl.model.policy import RewardModel, ValueHead
 from spmdrl.types import UserError
 
@@ -58,14 +59,16 @@ def load_reward_model(cfg: ModelConfig, meshes: ModelMeshes, *, seed: int, kerne
     return load_packed(cfg, meshes, build, role="trained", kernel=kernel, start=start)
 
 
-def load_scorer(cfg: ModelConfig, meshes: ModelMeshes, *, num_labels: int, label: int) -> RewardModel:
-    """Load a directory's reward model to be asked, sharded like a policy and on the host between forward passes."""
+def load_scorer(
+    cfg: ModelConfig, meshes: ModelMeshes, term: FrozenModelConfig, *, num_labels: int, label: int
+) -> RewardModel:
+    """Load a directory's reward model to be asked; between forward passes its shards are where `term` says."""
 
     def build(model: PreTrainedModel, chosen: Kernel) -> RewardModel:
         headed = _with_head(model, num_labels)
         return RewardModel(headed, kernel=chosen, label=label, context=ContextRanks.of(meshes))
 
-    return load_packed(cfg, meshes, build, role="reference", kernel=None)
+    return load_packed(cfg, meshes, build, role=role_of(term), kernel=None)
 
 
 def num_labels_of(path: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -137,6 +138,21 @@ def reshard(policy: PackedModel) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def turn_of(model: PackedModel, *, gathers_once: bool) -> Iterator[None]:
+    """Surround the passes of a step of a model that is never trained, after which none of its weights are gathered.
+
+    With `gathers_once` its weights stay gathered in between. Turns of two models must not overlap.
+    """
+    assert isinstance(model, FSDPModule), "a model without shards has nothing to gather"
+    model.set_reshard_after_forward(not gathers_once)
+    try:
+        yield
+    finally:
+        model.set_reshard_after_forward(True)  # first: otherwise what an error has interrupted would stay gathered
+        reshard(model)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

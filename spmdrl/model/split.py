@@ -167,6 +167,11 @@ def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
         split_parameter(head, "bias", tp, Shard(0))
 
 
+def has_experts(model: PreTrainedModel) -> bool:
+    """True for a mixture of experts."""
+    return any(".experts." in name for name, _ in model.named_parameters())
+
+
 def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: int = _ALIGNED_BYTES) -> Iterator[str]:
     """Yield a sentence for each reason why this model cannot be split by parallel.tp and parallel.ep.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config, JudgeReward, ModelConfig, Section, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
 from spmdrl.config.environment import SummaryContext
-from spmdrl.config.plan import Plan
+from spmdrl.config.plan import Plan, layouts
 from spmdrl.config.rewards import EnvironmentReward
 from spmdrl.data.stream import PromptStream
 from spmdrl.data.tokenizer import ScoredText, load_tokenizer
@@ -24,7 +24,7 @@ from spmdrl.envs.protocol import Environments
 from spmdrl.families import vision_family
 from spmdrl.faults.text import one_line
 from spmdrl.model.frozen import settings_of
-from spmdrl.model.load import load_model_config, read_model_config
+from spmdrl.model.load import load_model_config, parallel_model_problems, read_model_config
 from spmdrl.model.reward_model import num_labels_of, reward_model_problems
 from spmdrl.preflight.forecast import Model
 from spmdrl.rewards.client import item_of
@@ -175,6 +175,11 @@ class OpenedModel:
     drops_head: bool = False  # for one number instead of a distribution over tokens
     name: str = ""  # of one beside the policy
 
+    @property
+    def table(self) -> str:
+        """The table of its settings, of one beside the policy."""
+        return self.name if self.drops_head else f"models.{self.name}"
+
 
 def frozen_directories(cfg: Config | TuningConfig) -> dict[str, ModelConfig]:
     """The settings of the frozen models that have a directory other than the policy's, by name."""
@@ -189,6 +194,18 @@ def open_frozen(name: str, cfg: ModelConfig) -> OpenedModel:
     """Read the config of a frozen model. Raises UserError like `load_model_config`."""
     with _errors_about(f"models.{name}"):
         return OpenedModel(f'models.{name}.path = "{cfg.path}"', cfg, load_model_config(cfg), name=name)
+
+
+def frozen_layout_problems(
+    cfg: Config | TuningConfig, policy: OpenedModel, beside: Sequence[OpenedModel]
+) -> Iterator[str]:
+    """Yield a sentence for each setting of its layout that a model beside the policy does not support."""
+    own, opened = layouts(cfg), {one.table: one for one in beside}
+    of_policy = {f"models.{name}" for name, one in cfg.frozen_models.items() if one.path == cfg.model.path}
+    for table, model in (opened | dict.fromkeys(of_policy & own.keys(), policy)).items():
+        layout, needs_experts = own.get(table, cfg.parallel), cfg.beside[table].parallel.ep is not None
+        for sentence in parallel_model_problems(model.config, model.cfg, layout, needs_experts=needs_experts):
+            yield sentence.replace("parallel.ep", f"{table}.parallel.ep")
 
 
 def read_frozen(cfg: Config | TuningConfig) -> dict[str, Model]:

@@ -17,7 +17,7 @@ import torch
 from spmdrl.algo.packing import flop_coefficients
 from spmdrl.config import Config, LoraConfig, ModelConfig, PackConfig, ParallelConfig, SftConfig, TuningConfig
 from spmdrl.config.distill import REFERENCE
-from spmdrl.config.plan import Plan, plan_run
+from spmdrl.config.plan import Plan, layouts, plan_run
 from spmdrl.dist.session import rank_device
 from spmdrl.families import family_of, vision_family
 from spmdrl.memory.activations import Decoder
@@ -36,7 +36,7 @@ from spmdrl.memory.device import (
 from spmdrl.memory.images import Tower
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank, StoredModel
-from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases
+from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases, turn_problems
 from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.layer_kinds import (
@@ -143,7 +143,10 @@ def predict(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_
     """Predict the memory of a run on `num_ranks` ranks. Raises UserError when the settings do not form a valid run."""
     rank = describe_rank(cfg, model, num_ranks=num_ranks, device_bytes=device_bytes, on_gpu=on_gpu)
     if isinstance(cfg, TuningConfig):
-        problems = [*training_problems(rank.memory, rank.overhead, device_bytes=device_bytes)]
+        problems = [
+            *training_problems(rank.memory, rank.overhead, device_bytes=device_bytes),
+            *turn_problems(cfg, rank, None),
+        ]
         return Prediction(rank=rank, plan=None, phases=training_phases(cfg, rank), problems=problems)
     bucket = bucket_bytes(cfg.refit, device_bytes=device_bytes if on_gpu else None)
     plan = plan_memory(
@@ -159,6 +162,7 @@ def predict(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_
     )
     problems = [
         *memory_problems(plan, cfg, device_bytes=device_bytes),
+        *turn_problems(cfg, rank, plan),
         *engine_problems(
             cfg,
             rank.size,
@@ -229,21 +233,20 @@ def _frozen(cfg: Config | TuningConfig, policy: Model, *, num_training: int) -> 
     """
     distill = cfg.distill if isinstance(cfg, Config | SftConfig) else None
     has_images = tower_of(policy.config, policy.shapes) is not None
-    for name, settings in cfg.frozen_models.items():
-        if settings.is_loaded:
-            model = policy.frozen_models.get(name, policy)
-            yield FrozenModelSize(
-                size=model.size(cfg.parallel, num_training=num_training),
-                decoder=decoder_of(model.config, model.shapes),
-                on_device=settings.rests_on == "device",
-                teaches_vocabulary=name != REFERENCE and distill is not None and distill.needs_heads,
-                tower=tower_of(model.config, model.shapes) if has_images and model is not policy else None,
-            )
-    for name in policy.frozen_models.keys() - cfg.frozen_models.keys():
-        model = policy.frozen_models[name]
-        size = model.size(cfg.parallel, num_training=num_training)
+    for table, settings in cfg.beside.items():
+        name = table.removeprefix("models.")
+        frozen = cfg.frozen_models.get(name)
+        if frozen is not None and not frozen.is_loaded:
+            continue
+        model = policy.frozen_models.get(name, policy)
         yield FrozenModelSize(
-            size=size, decoder=decoder_of(model.config, model.shapes), on_device=False, teaches_vocabulary=False
+            table=table,
+            size=model.size(layouts(cfg).get(table, cfg.parallel), num_training=num_training),
+            decoder=decoder_of(model.config, model.shapes),
+            on_device=settings.rests_on == "device",
+            gathers_once=not settings.reshard_after_forward,
+            teaches_vocabulary=frozen is not None and name != REFERENCE and distill is not None and distill.needs_heads,
+            tower=tower_of(model.config, model.shapes) if frozen and has_images and model is not policy else None,
         )
 
 

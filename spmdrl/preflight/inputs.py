@@ -67,6 +67,7 @@ from spmdrl.preflight.checks import (
     TriedEnvironment,
     environment_problems,
     frozen_directories,
+    frozen_layout_problems,
     frozen_problems,
     hint_problems,
     judge_problems,
@@ -144,11 +145,12 @@ def open_inputs(
         found.ask(frozen_problems, cfg, policy, model, tokenizer)
     for model in (policy, critic, *others):
         found.ask(_length_problems, plan, model)
-        found.ask(lambda one: parallel_model_problems(one.config, one.cfg, cfg.parallel), model)
         found.ask(_vocabulary_problems, tokenizer, model)
     for place, model in scorers.items():
-        found.ask(lambda one: parallel_model_problems(one.config, one.cfg, cfg.parallel), model)
         found.ask(_vocabulary_problems, readers[place], model)
+    for model in (policy, critic):
+        found.ask(lambda one: parallel_model_problems(one.config, one.cfg, cfg.parallel), model)
+    found.ask(frozen_layout_problems, cfg, policy, list(filter(None, beside)))
     found.ask(_judged_problems, plan, policy)
     found.ask(_rotary_problems, cfg, plan, policy)
     for model in (policy, critic, *beside):

@@ -66,9 +66,10 @@ class Images:
                 self._restore_rollout(rollout)
 
     def encode_batch(self, batch: Batch, others: Sequence[MicroBatch] = ()) -> tuple[Batch, list[MicroBatch], Metrics]:
-        """Call `encode` for the micro-batches of a batch, and for others."""
+        """Call `encode` for the micro-batches of a batch, and for others; nothing stays gathered."""
         own = batch.micro_batches
         found, metrics = self.encode([*own, *others])
+        reshard(self._model)  # what computes next needs the memory
         return batch.with_micro_batches(found[: len(own)]), found[len(own) :], metrics
 
     def encode(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Metrics]:
@@ -130,8 +131,6 @@ class Images:
         passes = self._passes(images, encoded_by)
         for digests in passes:
             found |= self._pass([images[digest] for digest in digests])
-        if passes:
-            reshard(self._model)
         assert found.keys() == set(mine)
         family, hidden = self._model.trunk.family, self._model.model.config.get_text_config().hidden_size
         assert family is not None

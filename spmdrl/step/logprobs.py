@@ -42,17 +42,15 @@ def add_logprobs(
         forwards["old_logprobs"] = lambda micro_batch: micro_batch.rollout_logprobs
     elif needs_pass:
         forwards["old_logprobs"] = partial(_old_logprobs, learners[POLICY], routes)
-    forwards |= reference_columns(frozen.reference)
     if CRITIC in learners:
         forwards["values"] = learners[CRITIC].model
     batch = add_columns(batch, forwards, meshes.training)
+    if CRITIC in learners:
+        reshard(learners[CRITIC].model)  # what computes next needs the memory
     if routes:
         both = zip(batch.micro_batches, routes, strict=True)
         batch = batch.with_micro_batches(replace(micro_batch, routes=taken) for micro_batch, taken in both)
-    completed = frozen.teach(batch, meshes)
-    if CRITIC in learners:
-        reshard(learners[CRITIC].model)  # the policy is updated before it, and needs the memory
-    return completed
+    return frozen.teach(add_reference(batch, frozen.reference, meshes.training), meshes)
 
 
 def _old_logprobs(learner: Learner, routes: list[Tensor] | None, micro_batch: MicroBatch) -> Tensor:
@@ -64,11 +62,12 @@ def _old_logprobs(learner: Learner, routes: list[Tensor] | None, micro_batch: Mi
     return logprobs
 
 
-def reference_columns(reference: FrozenModel | None) -> dict[str, Forward]:
-    """Return the forward of the reference's column; none without a reference."""
+def add_reference(batch: Batch, reference: FrozenModel | None, mesh: DeviceMesh) -> Batch:
+    """Add `ref_logprobs` where there is a reference, in its turn. Calls `add_columns`."""
     if reference is None:
-        return {}
-    return {"ref_logprobs": lambda micro_batch: reference(micro_batch).logprobs}
+        return batch
+    with reference.turn():
+        return add_columns(batch, {"ref_logprobs": lambda micro_batch: reference(micro_batch).logprobs}, mesh)
 
 
 def add_columns(batch: Batch, forwards: Mapping[str, Forward], mesh: DeviceMesh) -> Batch:

@@ -14,7 +14,7 @@ from spmdrl.data.tokenizer import ScoredText, decode, load_tokenizer
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.model.policy import RewardModel
 from spmdrl.model.reward_model import load_scorer, num_labels_of
-from spmdrl.model.sharding import reshard
+from spmdrl.model.sharding import turn_of
 from spmdrl.rewards.client import Pending, Rewarded, failed, known_reward, weighed
 from spmdrl.run import Launch
 from spmdrl.step.batch import build_batch
@@ -34,7 +34,7 @@ class _Scorer:
 
 
 class Scorers:
-    """The reward models of a run. They rest on the host, and compute when neither engine nor trainer does."""
+    """The reward models of a run, which compute one after the other when neither engine nor trainer does."""
 
     def __init__(self, run: Launch[Config]) -> None:
         """Every rank that trains must make one, which reads its shards of each model."""
@@ -47,7 +47,8 @@ class Scorers:
     def _open(self, number: int, place: int, term: ModelReward, run: Launch[Config]) -> _Scorer:
         settings = run.cfg.scorer_model(place)
         num_labels, label = num_labels_of(settings.path), term.label or 0
-        model = load_scorer(settings, run.meshes.model, num_labels=num_labels, label=label)
+        meshes = run.meshes.of(f"reward.terms.{place}")
+        model = load_scorer(settings, meshes, term, num_labels=num_labels, label=label)
         tokenizer = load_tokenizer(settings.path, settings.trust_remote_code)
         longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
         return _Scorer(
@@ -111,11 +112,11 @@ class Scorers:
         sequences = [_sequence(place, token_ids) for place, token_ids in texts.items()]
         batch = build_batch(sequences, self._plan, self._meshes, aggregation="token_mean")
         found: dict[Place, float] = {}
-        for micro_batch in batch.micro_batches:
-            scores = scorer.model(micro_batch).cpu()[micro_batch.loss_mask]
-            places = [place for place in micro_batch.places if place[0] != PADDING_INDEX]
-            found |= dict(zip(places, scores.tolist(), strict=True))
-        reshard(scorer.model)
+        with turn_of(scorer.model, gathers_once=not scorer.term.reshard_after_forward):
+            for micro_batch in batch.micro_batches:
+                scores = scorer.model(micro_batch).cpu()[micro_batch.loss_mask]
+                places = [place for place in micro_batch.places if place[0] != PADDING_INDEX]
+                found |= dict(zip(places, scores.tolist(), strict=True))
         return {place: score for part in gather_objects(self._meshes.training, found) for place, score in part.items()}
 
 

@@ -1,8 +1,8 @@
 """The frozen models beside the policy in a step: what they make of the responses, before the updates and in them.
 
-Each teacher takes its turn over the micro-batches in which it teaches something. For a divergence over the whole
-vocabulary it leaves its hidden states there, on the host; its head is on the device only during the updates, which
-compute both distributions tile by tile. With `top_k` it leaves its most probable tokens, and no head is needed.
+Each model takes its turn over the micro-batches in which it teaches something. For a divergence over the whole
+vocabulary it leaves its hidden states there, on the host, and its head on the device until the updates have computed
+both distributions, tile by tile. With `top_k` it leaves its most probable tokens, and no head is needed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.mesh import Meshes
 from spmdrl.learn.learner import NO_FOLLOWERS
+from spmdrl.model.divergence import TeacherHead
 from spmdrl.model.frozen import Follower, FrozenModel
 from spmdrl.model.policy import Policy, Teaching
 from spmdrl.run import Run
@@ -58,7 +59,8 @@ class FrozenModels:
         self._policy, self._distill, self.label, self.followers = policy, distill, label, followers
         self._look = [look.get(one.model) for one in distill.by_place] if distill else []
         self.reference = frozen.get(REFERENCE)
-        self._teachers = [frozen[one.model] for one in distill.by_place] if distill else []
+        self._teachers = {one.model: frozen[one.model] for one in distill.by_place} if distill else {}
+        self._heads: dict[str, TeacherHead | float] = {}  # of the teachers, from their turns to the end of the updates
 
     @classmethod
     def of(cls, run: Run[Config] | Run[SftConfig], policy: Policy, store: ImageStore | None = None) -> FrozenModels:
@@ -86,27 +88,41 @@ class FrozenModels:
         """
         if self._distill is None:
             return batch
-        micro_batches, over_vocabulary = batch.micro_batches, self._distill.over_vocabulary
-        found: list[list[Any]] = [[] for _ in micro_batches]  # of each micro-batch, by teacher
-        for place, teacher in enumerate(self._teachers):
-            wanted = [micro_batch.taught_by(place) for micro_batch in micro_batches]
-            # Its layers are gathered over ranks: all of them skip a pass, or none does.
-            everywhere = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
-            needed = [*map(any, everywhere)]
-            shown = iter(self._shown(place, [*compress(micro_batches, needed)]))
-            for part, mine, is_needed in zip(found, wanted, needed, strict=True):
-                said = self._ask(teacher, place, next(shown)) if is_needed else None
-                is_column = not over_vocabulary
-                part.append(torch.where(mine, said, 0.0) if is_column and isinstance(said, Tensor) else said)
+        micro_batches, found = batch.micro_batches, dict[int, list[Any]]()
+        for name, teacher in self._teachers.items():
+            with teacher.turn():
+                for place, one in enumerate(self._distill.by_place):
+                    if one.model == name:
+                        found[place] = self._said(teacher, place, micro_batches, meshes)
+                if self._distill.needs_heads:
+                    self._heads[name] = teacher.head(self._policy.num_head_rows)
+        by_micro_batch = [*zip(*(found[place] for place in sorted(found)), strict=True)]
         with raise_on_all_ranks(meshes.training):
-            if not all(_is_finite(said) for part in found for said in part if said is not None):
+            if not all(_is_finite(said) for part in by_micro_batch for said in part if said is not None):
                 raise TrainingDiverged("what a teacher makes of responses is not finite; no weights were changed")
         return batch.with_micro_batches(
-            replace(micro_batch, teacher_outputs=tuple(part))
-            if over_vocabulary
+            replace(micro_batch, teacher_outputs=part)
+            if self._distill.over_vocabulary
             else micro_batch.with_columns({"teacher_logprobs": _sum(micro_batch, part)})
-            for part, micro_batch in zip(found, micro_batches, strict=True)
+            for part, micro_batch in zip(by_micro_batch, micro_batches, strict=True)
         )
+
+    def _said(self, teacher: FrozenModel, place: int, micro_batches: list[MicroBatch], meshes: Meshes) -> list[Any]:
+        """Return what the teacher at this place makes of each micro-batch, on the host; None of one in which it teaches
+        nothing on any rank. Every rank that trains must call this."""
+        assert self._distill is not None
+        wanted = [micro_batch.taught_by(place) for micro_batch in micro_batches]
+        # Its layers are gathered over ranks: all of them skip a pass, or none does.
+        everywhere = zip(*gather_objects(meshes.training, [bool(one.any()) for one in wanted]), strict=True)
+        needed = [*map(any, everywhere)]
+        shown = iter(self._shown(place, [*compress(micro_batches, needed)]))
+        said = [self._ask(teacher, place, next(shown)) if is_needed else None for is_needed in needed]
+        if self._distill.over_vocabulary:
+            return said
+        return [
+            torch.where(mine, one, 0.0) if isinstance(one, Tensor) else one
+            for mine, one in zip(wanted, said, strict=True)
+        ]
 
     def _shown(self, place: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches with what the teacher at this place makes of their images; every rank that trains must
@@ -133,14 +149,16 @@ class FrozenModels:
 
     @contextmanager
     def teaching(self) -> Iterator[None]:
-        """Surround updates: the policy takes divergences from the teachers; heads that it needs are on the device."""
+        """Surround updates: the policy takes divergences from the teachers, whose heads are freed afterwards."""
         if self._distill is None or not self._distill.over_vocabulary:
             yield
             return
-        num_rows = self._policy.num_head_rows
-        heads = [model.head(num_rows) if self._distill.needs_heads else None for model in self._teachers]
-        with self._policy.learning_from(Teaching(self._distill.divergences, self._distill.jsd_beta, heads)):
-            yield
+        heads = [self._heads.get(one.model) for one in self._distill.by_place]
+        try:
+            with self._policy.learning_from(Teaching(self._distill.divergences, self._distill.jsd_beta, heads)):
+                yield
+        finally:
+            self._heads.clear()
 
 
 def _is_finite(said: Tensor | TopTokens) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from spmdrl.data.vision import ImageIntake, expanded
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.update import measure
+from spmdrl.model.frozen import FrozenModel
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.run import Inputs, Launch
@@ -29,7 +30,7 @@ from spmdrl.step.batch import build_batch
 from spmdrl.step.evaluate import Evaluation
 from spmdrl.step.hints import Label
 from spmdrl.step.images import Images
-from spmdrl.step.logprobs import Forward, add_columns
+from spmdrl.step.logprobs import add_reference
 from spmdrl.types import Sequence as TrainingSequence
 from spmdrl.types import UserError
 
@@ -226,13 +227,12 @@ class HeldOutPairs:
         self,
         run: Launch[PreferencesConfig],
         learner: Learner,
-        forwards: Mapping[str, Forward],
+        reference: FrozenModel | None,
         encode: ComparisonEncoder,
         images: Images,
     ) -> None:
-        """`forwards` compute the columns of the reference. Every rank that trains must make one, and all raise what one
-        does."""
-        self._learner, self._forwards, self._meshes, self._images = learner, forwards, run.meshes, images
+        """Every rank that trains must make one, and all raise what one does."""
+        self._learner, self._reference, self._meshes, self._images = learner, reference, run.meshes, images
         self._pairs = _HeldOut(run)
         with raise_on_all_ranks(run.meshes.training):
             sequences = [sequence for index, pair in self._pairs.mine for sequence in encode(pair, index)]
@@ -242,7 +242,7 @@ class HeldOutPairs:
         """Return this rank's part of the metrics, means over pairs; every rank that trains must call this."""
         self._pairs.restore_images()
         batch, _, _ = self._images.encode_batch(self._batch)
-        batch = add_columns(batch, self._forwards, self._meshes.training)
+        batch = add_reference(batch, self._reference, self._meshes.training)
         metrics = measure(self._learner, batch.mini_batches, self._meshes)
         named = {name.replace("pairs/", "eval/"): value for name, value in metrics.items() if name.startswith("pairs/")}
         return Evaluation(named)

@@ -26,7 +26,7 @@ from spmdrl.algo.seeds import mix
 from spmdrl.checkpoint.manifest import folder_of
 from spmdrl.config import Config
 from spmdrl.config.base import NonNegativeInt
-from spmdrl.config.plan import Plan, parallel_problems
+from spmdrl.config.plan import Plan, layout_problems, layouts
 from spmdrl.dist.collectives import gather_objects, raise_on_all_ranks
 from spmdrl.dist.session import launched_ranks
 from spmdrl.faults.text import Parser, say
@@ -74,10 +74,10 @@ def replay(path: Path, step: int) -> Replay:
     if step > 1 and step - 1 not in checkpoint.saved_steps(folder.checkpoints):
         raise UserError(_no_weights(folder, step))
     cfg, plan = _settings(parts[0])
-    if problems := list(parallel_problems(cfg.parallel, launched_ranks())):
+    if problems := list(layout_problems(cfg, launched_ranks())):
         raise UserError("\n".join(problems))
     before = read_fingerprints(folder.rollouts, step, num_ranks=parts[0].num_ranks)
-    with open_run(cfg, folder) as run:
+    with open_run(cfg, folder, layouts=layouts(cfg)) as run:
         return Replay(before, _compute(run, plan, parts, step=step))
 
 

@@ -6,10 +6,13 @@ import dataclasses
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spmdrl.config import (
@@ -84,10 +87,13 @@ def _distilled(
     world: World, folder: Path, table: dict[str, Any], parallel: dict[str, int], changes: dict[str, Any]
 ) -> Outcome:
     student = str(folder / changes.get("student", "student"))
-    meshes, settings = build_meshes(world, ParallelConfig(**parallel)), model_config(student)
     distill, lora = DistillConfig(**table), LoraConfig(rank=4) if "lora" in changes else None
     names = [one.model for one in distill.by_place]
-    models = {name: OtherModelConfig(**OWN.get(name) or {"path": str(folder / name)}) for name in names}
+    own = changes.get("models", {})
+    models = {name: OtherModelConfig(**OWN.get(name) or {"path": str(folder / name)}, **own) for name in names}
+    layouts = {f"models.{name}": one.layout(ParallelConfig(**parallel)) for name, one in models.items()}
+    meshes = build_meshes(world, ParallelConfig(**parallel), layouts=layouts if own else {})
+    settings = model_config(student)
     policy = load_trained(settings, lora, meshes, temperature=TEMPERATURE, seed=0)
     temperatures = dict.fromkeys(names, distill.teacher_temperature or TEMPERATURE)
     frozen = load_frozen(policy, settings, models, meshes, temperatures=temperatures)
@@ -118,13 +124,17 @@ def _distilled(
     optim = OptimConfig(name="sgd", lr=1.0, max_grad_norm=1e6)
     followers = {name: Follower.of(one, frozen[name].model) for name, one in models.items() if one.follows}
     learner = Learner(policy, optim, objective, num_updates=1, dtype=torch.float32, followers=followers)
-    mini_batches = taught.teach(batch, meshes).mini_batches
+    with patch.object(_fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather) as gather:
+        mini_batches = taught.teach(batch, meshes).mini_batches
+    whole = [p for one in frozen.values() if one.has_own_weights for p in one.model.parameters()]
+    assert all(isinstance(p, DTensor) for p in whole), "a frozen model stays gathered after its turn"
     with taught.teaching():
         metrics = update(learner, mini_batches, meshes, step=1)
+    counts = {"gathers": float(gather.call_count), "passes": float(sum(map(len, mini_batches)))} if own else {}
     moved = full_weights(policy, meshes) if policy.adapters is None else policy.adapters.trained
     for follower in followers.values():
         moved = full_weights(follower.model, meshes)
-    return moved, {name: metric.value() for name, metric in metrics.items()}
+    return moved, counts | {name: metric.value() for name, metric in metrics.items()}
 
 
 def _whole_vocabulary(
@@ -229,6 +239,29 @@ def test_the_gradient_is_that_of_one_rank(folder: Path, num_ranks: int) -> None:
     for (_, layout, _), (weights, metrics), (moved, numbers) in zip(cases, expected, found, strict=True):
         assert_same_change(weights, moved, start, 2e-5)
         assert numbers["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-6), layout
+
+
+def test_frozen_models_are_gathered_and_laid_out_as_their_tables_say(folder: Path) -> None:
+    """The outputs of teachers have the same bits, gathered once or in each pass and over fewer ranks; and about the
+    same with experts on other ranks, whether the policy has some or not."""
+    table: dict[str, Any] = {**BOTH, "divergence": "jsd"}
+    once: dict[str, Any] = {"reshard_after_forward": False}
+    own = [{"rests_on": "host"}, once, {**once, "rests_on": "device"}, {**once, "parallel": {"dp_replicate": 2}}]
+    cases: list[Case] = [(table, {}, {"models": one}) for one in own]
+    experts: dict[str, Any] = {"teacher": "experts"}
+    if HAS_EXPERT_PLANS:
+        cases += [(experts, {}, {"models": {"parallel": {"ep": ep}}}) for ep in (1, 2)]
+        cases += [(ONE, {"ep": ep}, {"student": "experts", "models": once}) for ep in (1, 2)]
+    (_, of_each), *_ = found = run_ranks(2, _distil_each, folder, cases)[0]
+    units = 2 * (3 + 1)  # of both teachers: their layers, and the rest
+    assert of_each["passes"] > 1 and of_each["gathers"] == units * of_each["passes"] + 2  # and for their heads
+    assert [numbers["gathers"] for _, numbers in found[1:4]] == [units, units, 0]
+    for weights, numbers in found[1:4]:
+        assert numbers["update/loss"] == of_each["update/loss"]
+        assert all(torch.equal(weights[name], tensor) for name, tensor in found[0][0].items())
+    for student, (alone, one), (shared, other) in zip(("student", "experts"), found[4::2], found[5::2], strict=False):
+        assert other["update/loss"] == pytest.approx(one["update/loss"], rel=1e-6)
+        assert_same_change(alone, shared, initial(str(folder / student)), 2e-5)
 
 
 def test_a_copy_follows_its_policy_on_every_layout_as_on_one_rank(folder: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def test_a_run_does_not_depend_on_how_it_is_divided(
         write_pairs_run(tmp_path, **of_adapters, run=run | {"name": "one"}, optim={"lr": 2e-3})
         assert run_ranks(1, preferring, [f"{tmp_path}/c.toml"])[0][0] == 0
         expected = tmp_path / "one"
-    write_pairs_run(tmp_path, **tables, run=run, optim={"lr": 2e-3})
+    model = {"path": str(tmp_path / "model"), "reshard_after_forward": False, "parallel": {"dp_replicate": 1}}
+    reference = {} if of_adapters else {"models": {"reference": model}}  # where the run begins, gathered once
+    write_pairs_run(tmp_path, **tables, **reference, run=run, optim={"lr": 2e-3})
     assert {code for code, _ in run_ranks(num_ranks, preferring, [f"{tmp_path}/c.toml"])} == {0}
     for name, values in curves(tmp_path / "divided", last=2).items():
         assert values == pytest.approx(curves(expected, last=2)[name], rel=1e-4, abs=1e-5), name
@@ -159,10 +162,10 @@ def test_training_goes_on_from_a_reward_model(ranked: Path) -> None:
     assert rows(ranked.parent / "more")[0]["eval/loss"] == pytest.approx(rows(ranked)[-1]["eval/loss"], rel=1e-6)
 
 
-def write_rewarded_run(folder: Path, ranked: Path, *, template: str = "pairs", **tables: Any) -> Path:
+def write_rewarded_run(folder: Path, ranked: Path, *, term: Mapping[str, Any], **tables: Any) -> Path:
     """Write the configuration of a small run that is rewarded by the reward model, and a little by a function."""
     terms = [
-        {"kind": "model", "path": f"{ranked}/hf", "template": template, "weight": 2.0},
+        {"kind": "model", "path": f"{ranked}/hf", "template": "pairs", "weight": 2.0, **term},
         {"kind": "function", "function": f"{folder}/reward.py:digits"},
     ]
     run = {"dir": str(folder), "num_steps": 2} | tables.pop("run", {})
@@ -176,18 +179,19 @@ def rewarded(argv: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel"),
+    ("num_ranks", "parallel", "term"),
     [
-        pytest.param(2, {}, id="fsdp"),
-        pytest.param(2, {"cp": 2}, id="cp", marks=pytest.mark.slow),
-        pytest.param(2, {"tp": 2}, id="tp", marks=pytest.mark.slow),
+        pytest.param(2, {}, {"reshard_after_forward": False, "rests_on": "device"}, id="fsdp"),
+        pytest.param(2, {"cp": 2}, {}, id="cp", marks=pytest.mark.slow),
+        pytest.param(2, {"tp": 2}, {}, id="tp", marks=pytest.mark.slow),
+        pytest.param(2, {}, {"parallel": {"dp_replicate": 2}}, id="copies", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_rewarded_by_what_transformers_scores(
-    num_ranks: int, parallel: dict[str, int], ranked: Path, tmp_path: Path
+    num_ranks: int, parallel: dict[str, int], term: dict[str, Any], ranked: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "model").symlink_to(ranked.parent / "model")
-    config = write_rewarded_run(tmp_path, ranked, parallel=parallel)
+    config = write_rewarded_run(tmp_path, ranked, term=term, parallel=parallel)
     assert set(run_ranks(num_ranks, rewarded, [str(config)])) == {0}
     model = AutoModelForSequenceClassification.from_pretrained(ranked / "hf", attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(ranked / "hf")
@@ -209,12 +213,14 @@ def test_a_run_is_rewarded_by_what_transformers_scores(
 def test_a_recorded_score_is_not_added_twice_and_a_long_text_fails(ranked: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(ranked.parent / "model")
     long = "{prompt}" + " and so on" * 20 + "{response}"
-    config = str(write_rewarded_run(tmp_path, ranked, template=long, pack={"max_tokens_per_micro_batch": 160}))
+    config = str(
+        write_rewarded_run(tmp_path, ranked, term={"template": long}, pack={"max_tokens_per_micro_batch": 160})
+    )
     overrides = ["run.num_steps=1", "debug.save_rollouts=all"]
     assert run_ranks(1, rewarded, [config, "run.name=failing", *overrides]) == [0]
     (failing,) = (row for row in rows(tmp_path / "failing") if row["step"] == 1 and "reward/failed_count" in row)
     assert failing["reward/failed_count"] == 32.0 and failing["reward/mean"] == 0.0
-    config = str(write_rewarded_run(tmp_path, ranked, eval=None))
+    config = str(write_rewarded_run(tmp_path, ranked, term={}, eval=None))
     assert run_ranks(1, rewarded, [config, "run.name=recorded", *overrides]) == [0]
     loading = ["run.name=loaded", "run.num_steps=1", f"debug.load_rollouts={tmp_path}/recorded/rollouts"]
     assert run_ranks(1, rewarded, [config, *loading]) == [0]
@@ -228,7 +234,7 @@ def test_reward_models_that_cannot_be_asked_are_refused(
     ranked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model").symlink_to(ranked.parent / "model")
-    config = str(write_rewarded_run(tmp_path, ranked))
+    config = str(write_rewarded_run(tmp_path, ranked, term={}))
     shutil.copytree(ranked / "hf", tmp_path / "two")
     tensors = load_file(tmp_path / "two/model.safetensors")
     save_file(tensors | {"score.weight": tensors["score.weight"].repeat(2, 1)}, tmp_path / "two/model.safetensors")

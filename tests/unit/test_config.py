@@ -469,6 +469,10 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "a_task_has_one_teacher": ('models={t={path="t"}}', 'distill.teachers=[{model="t"},{model="t"}]'),
     "models_are_used": ('models={t={path="t"}}',),
     "settings_belong_to_followers": ('models={t={path="t",decay=0.5}}', "distill.teacher=t"),
+    "followers_have_the_layout_of_the_policy": (
+        'models={t={weights="average",parallel={ep=2}}}',
+        "distill.teacher=t",
+    ),
     "adapters_are_not_followed": ('models={t={weights="average"}}', "distill.teacher=t", "lora.rank=3"),
     "models_have_one_origin": ('models={t={adapters="off"}}', "distill.teacher=t"),
     "hint_settings_need_a_hint": (*DISTILL, "distill.max_hint_tokens=7"),

@@ -16,17 +16,25 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3MoeConfig
 
 from spmdrl.config import Config, DistillConfig, ModelConfig, OtherModelConfig, SftConfig, TeacherConfig
+from spmdrl.config.plan import plan_problems
 from spmdrl.conversation import Observation
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.model.frozen import Follower
-from spmdrl.preflight.checks import OpenedModel, _image_problem, first_difference, frozen_problems, top_token_problems
-from spmdrl.preflight.forecast import Model, predict
+from spmdrl.preflight.checks import (
+    OpenedModel,
+    _image_problem,
+    first_difference,
+    frozen_layout_problems,
+    frozen_problems,
+    top_token_problems,
+)
+from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.inputs import open_inputs
 from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end, to_sequences
 from spmdrl.step.hints import Lessons, hinted, unhinted
@@ -34,7 +42,7 @@ from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.types import NO_TEACHER, Hint, Prompt, Response, RewardedRollout, RewardOutcome, Span, Trajectory, UserError
 from tests.helpers.configs import minimal_config, plan_for
-from tests.helpers.models import QWEN3, save_qwen3
+from tests.helpers.models import QWEN3, needs_expert_plans, save_qwen3
 from tests.helpers.rollouts import one_turn
 from tests.helpers.sequences import random_sequences
 from tests.helpers.vision import save_processor
@@ -302,11 +310,14 @@ def test_a_teacher_that_is_not_there_is_named_with_its_setting(folder: Path, tmp
         open_inputs(cfg, num_ranks=1)
 
 
-def phases(cfg: Config) -> dict[str, PhaseMemory]:
+def predicted(cfg: Config, gib: float = 80) -> Prediction:
     teacher = Model.read(QWEN3, ModelConfig(path="big"))
     model = Model.read(QWEN3, ModelConfig(path="m"), frozen_models={"big": teacher} if cfg.models else {})
-    found = predict(cfg, model, num_ranks=2, device_bytes=80 * GIB, on_gpu=True)
-    return {phase.name: phase for phase in found.phases}
+    return predict(cfg, model, num_ranks=2, device_bytes=int(gib * GIB), on_gpu=True)
+
+
+def phases(cfg: Config) -> dict[str, PhaseMemory]:
+    return {phase.name: phase for phase in predicted(cfg).phases}
 
 
 def test_teachers_are_counted_where_they_rest_and_where_their_heads_are() -> None:
@@ -324,6 +335,52 @@ def test_teachers_are_counted_where_they_rest_and_where_their_heads_are() -> Non
     more = resident["rollout"].device["trainer"] - alone["rollout"].device.get("trainer", 0)
     assert more == 4 * shard // 2 and "frozen models" not in resident["forward-backward"].host
     assert "heads of teachers" not in resident["forward-backward"].device
+
+
+def changed(cfg: Config, **settings: Any) -> Config:
+    """The settings with others of the table of the teacher."""
+    big = OtherModelConfig.model_validate({"path": "big"} | settings)
+    return cfg.model_copy(update={"models": {"big": big}})
+
+
+def test_a_model_that_is_gathered_once_is_counted_whole_and_refused_where_it_does_not_fit() -> None:
+    whole = sum(shape.numel() for shape in map(torch.Size, Model.read(QWEN3, ModelConfig(path="m")).shapes.values()))
+    usual = config({"teacher": "big", "divergence": "sampled_kl"})
+    once = changed(usual, reshard_after_forward=False)
+    of_policy = phases(usual)["logprobs"].device["gathered"] // 2  # and as much of the teacher
+    assert phases(once)["logprobs"].device["gathered"] == of_policy + 2 * whole
+    assert not predicted(once).problems
+    named = "models.big.reshard_after_forward = false has the whole model on the device"
+    assert [named in one for one in predicted(once, gib=0.5).problems].count(True) == 1
+    assert not any(named in one for one in predicted(usual, gib=0.5).problems)
+
+
+def test_a_teacher_has_a_layout_of_its_own() -> None:
+    usual = config({"teacher": "big"}, parallel={"dp_replicate": 2})
+    two, shared = (phases(changed(usual, parallel={"dp_replicate": n}))["load"].host["frozen models"] for n in (2, 1))
+    assert two == 2 * shared == phases(usual)["load"].host["frozen models"]
+    (copies,) = plan_problems(changed(usual, parallel={"dp_replicate": 3}), 4)
+    assert copies.startswith("models.big.parallel.dp_replicate = 3 does not divide the 4 shares of a step")
+    (own,) = plan_problems(changed(usual, parallel={"ep": 3}), 4)
+    assert own.startswith("models.big.parallel.ep = 3 does not divide the 2 ranks that hold one copy of the model")
+    of_policy = changed(config({"teacher": "big"}, parallel={"ep": 2}), parallel={"dp_replicate": 4})
+    (inherited,) = plan_problems(of_policy, 4)
+    assert inherited.startswith("parallel.ep = 2 does not divide the 1 ranks that hold one copy of the model (4 that")
+    assert inherited.endswith("set models.big.parallel.ep to a divisor of 1")
+
+
+@needs_expert_plans
+def test_the_experts_of_a_teacher_are_divided_by_its_own_setting() -> None:
+    dense = OpenedModel('models.big.path = "big"', ModelConfig(path="big"), QWEN3, name="big")
+    experts = dataclasses.replace(dense, config=Qwen3MoeConfig(num_experts=6, architectures=["Qwen3MoeForCausalLM"]))
+
+    def problems(model: OpenedModel, ep: int, own_ep: int | None = None) -> list[str]:
+        cfg = changed(config({"teacher": "big"}, parallel={"ep": ep}), parallel={"ep": own_ep})
+        return list(frozen_layout_problems(cfg, dense, [model]))
+
+    assert not problems(dense, 2) and not problems(experts, 2) and not problems(experts, 4, own_ep=3)
+    assert problems(dense, 1, own_ep=2)[0].startswith("models.big.parallel.ep = 2, but there is no ep plan for Qwen3")
+    assert problems(experts, 4)[0].startswith("models.big.parallel.ep = 4 does not divide the 6 experts of ")
 
 
 def test_a_lagged_copy_is_the_policy_of_some_steps_ago() -> None:

@@ -204,8 +204,6 @@ def test_layers_that_are_gathered_at_the_same_time() -> None:
 
     assert [gathered(), gathered(prefetch_layers=2), gathered(prefetch_layers=9)] == [120, 130, 140]
     assert gathered(reshard_after_forward=False) == 140
-    frozen = ModelConfig(path="m", reshard_after_forward=False)
-    assert gathered_weights(frozen, size, trainable=False) == 120
 
 
 def test_a_chunk_of_the_context_and_a_part_of_the_layers_need_less() -> None:

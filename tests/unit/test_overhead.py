@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spmdrl.config import Config, ParallelConfig
-from spmdrl.config.plan import make_plan
+from spmdrl.config.plan import layouts, make_plan
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import World
 from spmdrl.memory import overhead as o
@@ -65,6 +65,10 @@ def groups_of(meshes: Meshes) -> set[str]:
     axes: list[DeviceMesh] = [meshes.training, meshes.data, model.copy, model.cp]
     for mesh in (model.dense, model.expert):
         axes += [mesh[name] for name in mesh.mesh_dim_names or ()] if mesh is not None else []
+    for other in meshes.others.values():
+        for mesh in (other.dense, other.expert):  # gradients, which are summed over copies, are the policy's alone
+            names = [name for name in mesh.mesh_dim_names or () if name != "replicate"] if mesh is not None else []
+            axes += [mesh[name] for name in names] if mesh is not None else []
     if meshes.weights is not None:
         axes.append(meshes.weights)
     return {axis.get_group().group_name for axis in axes if axis.size() > 1}
@@ -80,6 +84,7 @@ def groups_of(meshes: Meshes) -> set[str]:
         {"parallel": {"ep": 4}},
         {"parallel": {"dp_replicate": 2, "ep": 4}},
         {"parallel": {"cp": 2, "tp": 2}},
+        {"models": {"t": {"path": "t", "parallel": {"dp_replicate": 2, "ep": 2}}}, "distill": {"teacher": "t"}},
         {"rollout": {"placement": "disaggregated", "num_ranks": 4}},
     ],
     ids=str,
@@ -88,7 +93,7 @@ def test_every_group_that_communicates_is_counted(sections: dict[str, Any], eigh
     cfg: Config = minimal_config(**sections)
     plan = make_plan(cfg, num_ranks=8)
     parallel = ParallelConfig.model_validate(sections.get("parallel", {}))
-    meshes = build_meshes(eight_ranks, parallel, engine_ranks=plan.engine_ranks)
+    meshes = build_meshes(eight_ranks, parallel, engine_ranks=plan.engine_ranks, layouts=layouts(cfg))
     assert num_communicators(cfg, plan) == len(groups_of(meshes))
 
 

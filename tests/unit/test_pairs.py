@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cohere2Config
 
 from spmdrl.algo.preferences import preference_loss
-from spmdrl.config import ModelConfig, PairsConfig, PreferenceFile
+from spmdrl.config import ModelConfig, PairsConfig, PreferenceFile, PreferencesConfig
 from spmdrl.data.messages import compared
 from spmdrl.data.sources import Exchange, FileSource, Row
 from spmdrl.data.stream import TrainingPair
@@ -28,6 +28,7 @@ from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.tuning_data import ComparisonEncoder
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import ImageSpan, Prompt, Sequence, UserError
+from tests.helpers.configs import minimal_config
 from tests.helpers.models import QWEN3
 
 COHERE2 = Cohere2Config(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -310,6 +311,22 @@ def test_a_pair_is_scored_as_it_was_trained() -> None:
         read = ScoredText(tokenizer, "pairs")
         assert chosen.token_ids == read(prompt, "4") and rejected.token_ids == read(prompt, "5")
         assert sum(chosen.loss_mask) == chosen.loss_mask[-1] == 1 and chosen.reward == 1.5
+
+
+@pytest.mark.parametrize(
+    ("models", "loss", "words"),
+    [
+        ({"big": {"path": "m"}}, "ipo", r"a run on pairs has \[models\.reference\] alone"),
+        ({"reference": {"weights": "lagged"}}, "ipo", r"moves with the policy.*set models\.reference\.path"),
+        ({"reference": {"path": "m"}}, "bradley_terry", "compares with no reference"),
+    ],
+)
+def test_pairs_have_one_reference_that_stays(models: dict[str, Any], loss: str, words: str) -> None:
+    whole = minimal_config().model_dump(include={"run", "model", "optim", "pack"}, exclude_none=True)
+    data = {"sources": [{"kind": "jsonl", "path": "a"}], "max_prompt_tokens": 8}
+    pairs = {"pairs_per_step": 4, "max_response_tokens": 8, "loss": loss}
+    with pytest.raises(ValueError, match=words):
+        PreferencesConfig.model_validate(whole | {"data": data, "pairs": pairs, "models": models})
 
 
 def test_smoothing_belongs_to_sigmoid() -> None:
