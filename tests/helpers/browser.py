@@ -51,7 +51,7 @@ class Browser:
             [program, f"--user-data-dir={folder}", *_OPTIONS],
             env=environment,
             preexec_fn=connect,
-            pass_fds=(_READS, _WRITES),
+            close_fds=False,  # those of Python close at exec; a fork may have closed what had the two numbers here
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
