@@ -378,7 +378,7 @@ DATA = {
         ("data.overlong=drop",),
     ),
     "text for parquet": Case(replaced('"jsonl"', '"parquet"'), "rows.jsonl is not a parquet file"),
-    "parquet without the column": Case(parquet(question=["a"], answer=["1"]), 'row 1 has no column "prompt"'),
+    "parquet without the column": Case(parquet(question=["a"], answer=["1"]), 'row 1 of 1 has no column "prompt"'),
     "parquet with a null": Case(parquet(prompt=["a", None], answer=["1", "2"]), "rows.parquet row 2"),
     "parquet of bytes": Case(parquet(prompt=[b"a"], answer=["1"]), "but it is bytes: b'a'"),
     "parquet without rows": Case(parquet(prompt=[], answer=[]), "rows.parquet has no rows"),
