@@ -40,6 +40,16 @@ def test_ahead_nothing_is_lost_or_preferred_and_no_limit_is_passed() -> None:
     assert dataclasses.asdict(simulated(0)) == dataclasses.asdict(in_step)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_evaluation_beside_rollouts_loses_nothing_and_takes_no_longer(apart: bool) -> None:
+    beside, alone = (
+        ahead.simulate(32, staleness=2, apart=apart, in_flight=apart, held_out=8, pauses=pauses, **STEPS)
+        for pauses in (False, True)
+    )
+    assert sorted(beside.lengths) == sorted(alone.lengths) and not beside.lost_lengths
+    assert beside.staleness <= 2 and beside.seconds <= (1.0 if apart else 0.95) * alone.seconds
+
+
 def test_discarding_trains_on_shorter_responses_than_were_sampled() -> None:
     found = ahead.discard(32, groups=32, staleness=1, steps=20, warmup=5)
     row = found.row("", 32, 1)
