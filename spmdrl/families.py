@@ -6,6 +6,7 @@ a model of text that transformers and the engines compute alike, and that has no
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class ModelFamily:
     # Its towers and placeholders: those with a grid for each image, with as many tokens for every image, or with a grid
     # whose patches are averaged.
     vision: Literal["grid", "fixed", "pooled"] | None = None
+    # Modules of its base that only sounds go through. They are not built: exports have their weights as they came.
+    of_sounds: tuple[str, ...] = ()
     # In files, experts are [experts, inputs, outputs]: transformers transposes them as it reads, but not back (5.19).
     has_transposed_experts: bool = False
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
@@ -129,7 +132,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_vl_text": ModelFamily(plan_of="qwen3"),
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
     "gemma3": ModelFamily(vision="fixed"),
-    "gemma4": ModelFamily(vision="pooled", logits=_CAPPED),
+    "gemma4": ModelFamily(vision="pooled", of_sounds=("audio_tower", "embed_audio"), logits=_CAPPED),
     "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
     "gemma3_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, sglang=SGLangFamily(splits_embedding=False)),
     "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
@@ -177,6 +180,15 @@ _OTHER = ModelFamily()
 def family_of(config: Any) -> ModelFamily:
     """Return the row of a model by transformers' config: its own, not that of its text model."""
     return FAMILIES.get(getattr(config, "model_type", ""), _OTHER)
+
+
+def without_sounds(config: Any) -> Any:
+    """Return transformers' config of the same model without its tower for sounds, where it can be trained so."""
+    if not family_of(config).of_sounds or config.audio_config is None:
+        return config
+    silent = copy.deepcopy(config)
+    silent.audio_config = None
+    return silent
 
 
 def layer_class(model_type: str, name: str) -> str:
@@ -270,7 +282,7 @@ def vision_family(config: Any) -> VisionFamily | None:
             writes_frame=True,
             sees_whole_images=True,
         )
-    if kind == "pooled" and config.vision_config is not None and config.audio_config is None:
+    if kind == "pooled" and config.vision_config is not None:
         return VisionFamily(
             model_type=config.model_type,
             tower=("vision_tower", "embed_vision"),

@@ -33,6 +33,7 @@ from spmdrl.config.strict import read_json
 from spmdrl.data.tokenizer import require_model
 from spmdrl.dist.mesh import ModelMeshes
 from spmdrl.dist.session import default_device_type, return_freed_memory
+from spmdrl.families import without_sounds
 from spmdrl.model.attention import choose_kernel, fastest_varlen
 from spmdrl.model.context import ContextRanks, context_problems, is_for_ring_attention
 from spmdrl.model.few_bits import quantization_of, quantization_refusal
@@ -84,7 +85,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
         raise UserError(f'model.path = "{cfg.path}" is not a model directory: it has no config.json')
     try:
         read_json(Path(cfg.path) / "config.json", dict[str, Any])
-        config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+        config = without_sounds(AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code))
         refusal = quantization_refusal(quantization_of(cfg.path))
         for part in (config, config.get_text_config()):
             vars(part).pop("quantization_config", None)  # weights of few bits are read as the numbers they stand for

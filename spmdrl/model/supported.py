@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.families import LogitScale, family_of, vision_family
 from spmdrl.model.layer_kinds import BOTH_KINDS, OTHER_KINDS, RECURRENT_KINDS
 from spmdrl.model.recurrent import restartable_layers
-from spmdrl.model.trunk import Trunk
+from spmdrl.model.trunk import Trunk, has_language_model
 
 # A setting by which families cap attention scores; others have it and never use it.
 _CAP = "attn_logit_softcapping"
@@ -34,7 +33,7 @@ def refusal_of_config(config: Any) -> str | None:
     if text is not config and vision_family(config) is None:
         way_out = (
             "save its text model by itself with python -m spmdrl.tools.text_model, and train that"
-            if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            if has_language_model(text.model_type)
             else "transformers has no text model for it"
         )
         more = "hears sounds" if _hears(config) else "is a model of more than text"

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from spmdrl.families import vision_family
 from spmdrl.model.attention import IMPLEMENTATION, Block
@@ -144,9 +148,21 @@ def _of_all_images(level: Tensor | Sequence[Tensor]) -> Tensor:
     return level.flatten(0, -2) if isinstance(level, Tensor) else torch.cat(list(level))
 
 
+def has_language_model(model_type: str) -> bool:
+    """Return True where transformers has a causal language model of text of this type."""
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _is_listed_elsewhere(model_type)
+
+
+def _is_listed_elsewhere(model_type: str) -> bool:
+    """True for a causal language model that transformers lists among models of images alone (Mistral 4, in 5.19)."""
+    own = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and str(own).endswith("ForCausalLM")
+
+
 def model_class(config: Any) -> Any:
     """Return the class of transformers that builds a model from its config."""
-    return AutoModelForCausalLM if vision_family(config) is None else AutoModelForImageTextToText
+    is_of_text = vision_family(config) is None and not _is_listed_elsewhere(config.model_type)
+    return AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
 
 
 def attention_of(config: Any) -> str | dict[str, str]:

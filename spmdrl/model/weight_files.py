@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.config.strict import read_json, shown
 from spmdrl.dist.collectives import gather_objects
+from spmdrl.families import family_of
 from spmdrl.model.few_bits import StoredFormat, StoredWeight, as_numbers, dtype_of, method_of, quantization_of
 from spmdrl.types import UserError
 
@@ -168,7 +169,8 @@ def missing_weight_problems(
     weights = as_numbers(stored, quantization_of(folder))
     empty = {name: torch.empty(weight.get_shape(), device="meta") for name, weight in weights.items()}
     missing, others = _loaded(model, empty)
-    others = {name for name in others if not _is_left_out(model, name)}
+    is_left_out = _left_out(model)
+    others = {name for name in others if not is_left_out(name)}
     if others and not may_have_others:
         yield (
             f'model.path = "{shown(path)}" holds {len(others)} weights that no parameter of {type(model).__name__} '
@@ -249,7 +251,8 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-# Weights in a model's files that its architecture does not use, such as layers for multi-token prediction.
+# Weights in a model's files that its architecture does not use, such as layers for multi-token prediction, or that only
+# sounds go through.
 #
 # They are neither trained nor sampled with, and an export has them as they are.
 
@@ -257,15 +260,26 @@ _OF_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 
 
 def unused_names(model: PreTrainedModel, path: str) -> list[str]:
-    """Return the names of the weights in the directory at `path` that transformers leaves out: those that the model's
-    class names, and those of layers after its last one."""
-    return sorted(name for name in stored_weights(path) if _is_left_out(model, name))
+    """Return the names of the weights in the directory at `path` that have no parameter in the model: those that its
+    class leaves out, those of layers after its last one, and those that only sounds go through."""
+    is_left_out = _left_out(model)
+    return sorted(name for name in stored_weights(path) if is_left_out(name))
 
 
-def _is_left_out(model: PreTrainedModel, name: str) -> bool:
-    if layer := _OF_LAYER.match(name):  # patterns of a class mean the layers of all models that it was made for
-        return int(layer[1]) >= model.config.get_text_config().num_hidden_layers
-    return any(re.search(pattern, name) for pattern in type(model)._keys_to_ignore_on_load_unexpected or ())
+def _left_out(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return what says of a name in the model's files whether the model has no parameter for it by design."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    of_class = type(model)._keys_to_ignore_on_load_unexpected or ()
+    of_parts = {x for part in model.modules() for x in vars(part).get("_keys_to_ignore_on_load_unexpected") or ()}
+    of_layers = of_parts - {*of_class}  # by this model's settings, such as keys that layers of Gemma 4 share
+    of_sounds = tuple(f"{model.base_model_prefix}.{part}." for part in family_of(model.config).of_sounds)
+
+    def is_left_out(name: str) -> bool:
+        if layer := _OF_LAYER.match(name):  # patterns of a class mean the layers of all models that it was made for
+            return int(layer[1]) >= num_layers or any(re.search(pattern, name) for pattern in of_layers)
+        return name.startswith(of_sounds) or any(re.search(pattern, name) for pattern in of_class)
+
+    return is_left_out
 
 
 def unused_parts(
@@ -286,7 +300,7 @@ def unused_line(names: Sequence[str]) -> str | None:
         return None
     return (
         f"{len(names)} weights of model.path are no part of what is trained, such as {names[0]}: layers for "
-        "multi-token prediction and the like; exports have them as they are"
+        "multi-token prediction, a tower for sounds and the like; exports have them as they are"
     )
 
 

@@ -15,13 +15,14 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spmdrl.config.strict import read_json
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes
+from spmdrl.families import family_of
 from spmdrl.memory.device import EXPORT_BUCKET_BYTES, EXPORT_FILE_BYTES
 from spmdrl.model.few_bits import StoredFormat
 from spmdrl.model.load import DTYPES
@@ -195,6 +196,8 @@ def _write_the_rest(
         _describe_as_source(config, Path(model.name_or_path))
     else:
         config.dtype = dtype  # of the files, not of the master weights
+    if family_of(config).of_sounds:  # their tower's weights are among the files
+        config.audio_config = AutoConfig.from_pretrained(model.name_or_path).audio_config
     if isinstance(policy, RewardModel):
         # transformers reads the score at the last token that is not padding: the one that ends an answer must be none.
         # Without padding it takes one sequence at a time, and reads its last token.

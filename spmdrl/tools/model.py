@@ -11,7 +11,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,18 @@ import torch
 import transformers
 from rich.table import Table
 from rich.text import Text
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import Config, ModelConfig
-from spmdrl.families import vision_family
+from spmdrl.families import vision_family, without_sounds
 from spmdrl.faults.text import Parser, say
 from spmdrl.memory.device import GIB
 from spmdrl.model.load import model_without_memory
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
+from spmdrl.model.trunk import has_language_model
 from spmdrl.preflight.forecast import Model, predict
 from spmdrl.tools.fit import shortages, summary
-from spmdrl.tools.model_rows import Subject, Verdict, prepare, verdicts
+from spmdrl.tools.model_rows import ON_ONE_RANK, ROWS, WITHOUT_SGLANG, Subject, Verdict, prepare, verdicts
 from spmdrl.tools.model_shrink import save_tiny, shrunk
 from spmdrl.tools.model_source import ModelSource, released, source_of
 from spmdrl.tools.program import ToolConsole, program
@@ -51,15 +52,13 @@ _USUAL: Mapping[str, Any] = {
 }
 
 
-def answers(
-    source: ModelSource, folder: Path, *, with_sglang: bool = False, on_one_rank: bool = False
-) -> Iterator[Verdict]:
-    """Build the tiny model in `folder` and answer every question about it. Raises UserError where none can be built."""
+def answers(source: ModelSource, folder: Path, questions: Collection[str] = WITHOUT_SGLANG) -> Iterator[Verdict]:
+    """Build the tiny model in `folder` and answer questions about it. Raises UserError where none can be built."""
     path, cfg = folder / "tiny", ModelConfig(path="model")
     if refusal := refusal_of_config(source.config):
         yield Verdict("trained", "refused", refusal)
         return
-    if source.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and vision_family(source.config) is None:
+    if not has_language_model(source.config.model_type) and vision_family(source.config) is None:
         has_none = f"transformers {transformers.__version__} has no causal language model of type"
         yield Verdict("trained", "refused", f"{has_none} {source.config.model_type}; a newer one may have it")
         return
@@ -73,7 +72,7 @@ def answers(
     if refusal:
         yield Verdict("trained", "refused", refusal)
     else:
-        yield from verdicts(Subject(source, path), with_sglang=with_sglang, on_one_rank=on_one_rank)
+        yield from verdicts(Subject(source, path), questions)
 
 
 def answers_on_one_rank(model: str) -> list[Verdict] | str:
@@ -82,14 +81,14 @@ def answers_on_one_rank(model: str) -> list[Verdict] | str:
     quiet()
     with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
         try:
-            return list(answers(source_of(model), Path(folder), on_one_rank=True))
+            return list(answers(source_of(model), Path(folder), ON_ONE_RANK))
         except UserError as error:
             return str(error)
 
 
 def memory_line(config: Any) -> str:
     """Say how many GPUs a run of reinforcement learning with usual settings needs for the model at its real size."""
-    model = Model.read(config, ModelConfig(path="model"))
+    model = Model.read(without_sounds(config), ModelConfig(path="model"))
     for num_ranks in (2**power for power in range(_MOST_RANKS.bit_length())):
         for tp_size in (size for size in (1, 2, 4, 8) if size <= num_ranks):
             rollout = {"engine": "sglang", "tp_size": tp_size, "prompts_per_step": max(64, num_ranks), "group_size": 8}
@@ -115,8 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = source_of(arguments.model)
     quiet()
     prepare("spmdrl.tools.model_rows")
+    questions = ROWS if find_spec("sglang") else WITHOUT_SGLANG
     with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
-        found = list(answers(source, Path(folder), with_sglang=True))
+        found = list(answers(source, Path(folder), questions))
     _print(source, found)
     return 0 if all(verdict.answer == "yes" for verdict in found) else EXIT_NOT_ALL
 

@@ -6,10 +6,9 @@ import multiprocessing
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -269,6 +268,8 @@ def _sglang(subject: Subject, world: World) -> Found:
         make_refit(policy, engine, meshes, cfg, dtype=torch.float32)(version=0)
         engine.wake()
         return _close(_worst(engine, eager_model(subject.path), batch), subject)
+    except RuntimeError as error:  # it died, holds other weights, or gave a request up
+        return "no", " ".join(str(error).split())
     finally:
         engine.close()
 
@@ -309,7 +310,10 @@ def _export(subject: Subject, world: World) -> Found:
     policy = load_policy(settings_of(subject.path), meshes.model, temperature=TEMPERATURE)
     folder = Path(subject.path).with_name("exported")
     export_hf(policy, _NoTokenizer(), folder, meshes, dtype=torch.float32)
-    wanted, found = (load_file(Path(one) / "model.safetensors") for one in (subject.path, folder))
+    wanted, found = (
+        {name: x for file in Path(one).glob("*.safetensors") for name, x in load_file(file).items()}
+        for one in (subject.path, folder)
+    )
     loaded, fresh = eager_model(str(folder)).state_dict(), eager_model(subject.path).state_dict()
     shutil.rmtree(folder)
     if other := wanted.keys() ^ found.keys():
@@ -319,6 +323,7 @@ def _export(subject: Subject, world: World) -> Found:
     return ("no", f"{changed[0]} differs") if changed else ("yes", "bit for bit")
 
 
+SGLANG = "SGLang"
 Row = Callable[[Subject, World], Found]
 ROWS: Mapping[str, Row] = {
     "weights as published": _weights,
@@ -327,24 +332,21 @@ ROWS: Mapping[str, Row] = {
     **{name: partial(_two_ranks, name) for name in _TWO_RANKS},
     "adapters": _adapters,
     "torch engine": _torch_engine,
-    "SGLang": _sglang,
+    SGLANG: _sglang,
     "export and reload": _export,
 }
+WITHOUT_SGLANG = tuple(question for question in ROWS if question != SGLANG)
+ON_ONE_RANK = tuple(question for question in WITHOUT_SGLANG if question not in _TWO_RANKS)  # they take a moment
 
 
-def verdicts(subject: Subject, *, with_sglang: bool, on_one_rank: bool = False) -> Iterator[Verdict]:
-    """Answer every question that applies in order, about a model that is not refused; `on_one_rank` only those that
-    take a moment."""
+def verdicts(subject: Subject, questions: Collection[str]) -> Iterator[Verdict]:
+    """Answer those of the questions that apply, in the order of `ROWS`, about a model that is not refused."""
     with spmd_session(threads_per_rank=torch.get_num_threads(), deterministic=True) as world:
-        for question, row in ROWS.items():
-            if on_one_rank and question in _TWO_RANKS:
-                continue
-            if question == "ep 2" and not _has_experts(subject.source.config):
-                continue
-            if question == "SGLang" and (not with_sglang or find_spec("sglang") is None):
+        for question in ROWS:
+            if question not in questions or (question == "ep 2" and not _has_experts(subject.source.config)):
                 continue
             try:
-                yield Verdict(question, *row(subject, world))
+                yield Verdict(question, *ROWS[question](subject, world))
             except UserError as error:
                 yield Verdict(question, "refused", " ".join(str(error).split()))
 

@@ -20,7 +20,7 @@ from spmdrl.families import family_of
 from spmdrl.model.trunk import model_class
 
 VOCABULARY = 128
-_LIMIT = 48  # tokens from which on frequencies of `longrope` are others; the longest sequences of the test have more
+_LIMIT = 48  # tokens from which on rotary settings differ by length; the longest sequences of the test have more
 _MOST_LAYERS = 12
 
 # All settings of a text model that may change, by what becomes of a value that is there.
@@ -54,6 +54,11 @@ TOWER: Mapping[str, Any] = {
     "position_embedding_size": 64,
     **{"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]},
 }
+# Of a tower for sounds.
+OF_SOUNDS: Mapping[str, Any] = {
+    **{"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "output_proj_dims": 32},
+    "subsampling_conv_channels": [8, 4],
+}
 TOKENS_OF_IMAGES = (
     *("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
@@ -70,6 +75,8 @@ def shrunk(config: Any) -> Any:
     values["text_config"] = _text(values["text_config"], text.num_hidden_layers) | {"model_type": text.model_type}
     vision = values["vision_config"]
     vision |= {name: size for name, size in TOWER.items() if vision.get(name)}
+    if sounds := values.get("audio_config"):
+        sounds |= {name: size for name, size in OF_SOUNDS.items() if sounds.get(name)}
     if "out_hidden_size" in vision:
         vision["out_hidden_size"] = values["text_config"]["hidden_size"]
     if "mm_tokens_per_image" in values:
@@ -151,6 +158,8 @@ def _fit_rotary(tiny: dict[str, Any], rope: dict[str, Any]) -> None:
     for name in ("short_factor", "long_factor"):
         if factors := rope.get(name):
             rope[name] = factors[:: max(1, len(factors) // half)][:half]
+    if rope.get("llama_4_scaling_beta"):  # queries are scaled by the place of their token, from here on
+        rope["original_max_position_embeddings"] = _LIMIT
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings") or tiny["original_max_position_embeddings"]
         longest = _LIMIT * math.ceil(tiny["max_position_embeddings"] / original)

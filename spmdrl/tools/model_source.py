@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.config.strict import read_json, shown
+from spmdrl.families import without_sounds
 from spmdrl.model.supported import refusal_of_config
 from spmdrl.preflight.hub import PREFIX, model_folder
 from spmdrl.types import UserError
@@ -57,7 +58,7 @@ def published_config(shape: str) -> Any:
     """Make transformers' config of a released model, by its directory's name. Raises UserError for another name."""
     if shape not in shapes():
         raise UserError(f'the shape of "{shape}" is not known; name one of {", ".join(shapes())}')
-    config = source_of(shapes()[shape]).config
+    config = without_sounds(source_of(shapes()[shape]).config)
     if refusal := refusal_of_config(config):
         raise UserError(f"{shape}: {refusal}")
     config.dtype = config.dtype or torch.bfloat16  # as nearly all are published

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.few_bits import method_of, quantization_of
+from spmdrl.model.trunk import has_language_model, model_class
 from spmdrl.model.weight_files import open_to_readers
 from spmdrl.tools.program import program
 from spmdrl.types import UserError
@@ -28,7 +28,7 @@ def save_text_model(source: Path, destination: Path) -> int:
     text_config = config.get_text_config()
     if text_config is config:
         raise UserError(f"{source} holds a text model already ({config.model_type})")
-    if text_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not has_language_model(text_config.model_type):
         raise UserError(f"{source}: transformers has no text model for {config.model_type}")
     if quantization := quantization_of(source):
         raise UserError(
@@ -42,7 +42,7 @@ def save_text_model(source: Path, destination: Path) -> int:
     head = whole.get_output_embeddings()
     # Only the outer config, which is not saved, says whether they are tied.
     text_config.tie_word_embeddings = head.weight is whole.get_input_embeddings().weight
-    text = AutoModelForCausalLM.from_config(text_config, dtype=whole.dtype)
+    text = model_class(text_config).from_config(text_config, dtype=whole.dtype)
     text.base_model.load_state_dict(whole.get_decoder().state_dict())
     text.get_output_embeddings().load_state_dict(head.state_dict())
     text.generation_config = whole.generation_config

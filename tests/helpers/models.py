@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -25,6 +24,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.distributed.mixin import DistributedMixin
+
+from spmdrl.model.trunk import model_class
 
 # transformers before 5.19 cannot send tokens to the experts of other ranks, and `parallel.ep` is refused.
 HAS_EXPERT_PLANS = hasattr(DistributedMixin, "ep_plan")
@@ -68,7 +69,7 @@ def longrope(limit: int, num_factors: int = 48, **changes: Any) -> dict[str, Any
 def save_model(path: Path, config: PreTrainedConfig, *, seed: int = 0) -> str:
     """A random model of that config in which no parameter is all zeros or ones; returns its directory."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = model_class(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.std() == 0:  # else it would not matter how often a bias is added
@@ -267,6 +268,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": _ALL_NAMES | SLIDING | {"head_dim": 24, "v_head_dim": 16},
     "minicpm3": _LATENT | {"dim_model_base": 16},
     "minimax_m2": EXPERTS | {"num_local_experts": 5},
+    # Queries are scaled by the place of their token.
+    "mistral4": _LATENT
+    | {"head_dim": 12, "rope_parameters": _LATENT["rope_parameters"] | {"llama_4_scaling_beta": 0.1}},
     "mixtral": EXPERTS | {"num_local_experts": 5},
     "nanochat": {"final_logit_softcapping": 15.0},
     # Nemotron 3 Super and Ultra have experts that work on narrower inputs.

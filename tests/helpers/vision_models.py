@@ -121,7 +121,7 @@ def save_gemma3_vl(path: Path, **changes: Any) -> str:
     return _save(path, Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens))
 
 
-def save_gemma4_vl(path: Path, **changes: Any) -> str:
+def save_gemma4_vl(path: Path, *, audio_config: dict[str, Any] | None = None, **changes: Any) -> str:
     """A random Gemma 4 with its tower: the tokens of an image see each other in the sliding layers alone, and layers
     have embeddings of their own."""
     sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0}
@@ -142,7 +142,15 @@ def save_gemma4_vl(path: Path, **changes: Any) -> str:
     }
     # To transformers' model every token with the number of a video's is padding, wherever it stands.
     tokens = {"image_token_id": IMAGE, "video_token_id": VOCABULARY, "boi_token_id": START, "eoi_token_id": END}
-    return _save(path, Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **tokens))
+    tokens["audio_token_id"] = VOCABULARY + 1
+    return _save(path, Gemma4Config(text_config=text, vision_config=vision, audio_config=audio_config, **tokens))
+
+
+def save_gemma4_that_hears(path: Path, **changes: Any) -> str:
+    """A random Gemma 4 as E2B: with a tower for sounds too, and no token sees one after it."""
+    sounds = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24}
+    sounds |= {"subsampling_conv_channels": [8, 4], "initializer_range": 0.1}
+    return save_gemma4_vl(path, audio_config=sounds, use_bidirectional_attention=None, **changes)
 
 
 VISION_MODELS: list[Callable[..., str]] = [

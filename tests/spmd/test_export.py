@@ -33,7 +33,7 @@ from tests.helpers.models import (
     save_qwen3_moe,
 )
 from tests.helpers.ranks import run_ranks
-from tests.helpers.vision_models import save_gemma3_vl, save_qwen3_vl_moe
+from tests.helpers.vision_models import save_gemma3_vl, save_gemma4_that_hears, save_qwen3_vl_moe
 
 SIZES = {"bucket_bytes": 2**12, "file_bytes": 2**14}
 SOURCE = {"as_source": True}
@@ -75,13 +75,14 @@ CASES: dict[str, tuple[Callable[[Path], str], dict[str, int]]] = {
     "tied": (save_gemma3, {}),
     "tower-and-experts": (save_qwen3_vl_moe, {}),
     "tower": (save_gemma3_vl, {}),
+    "tower-for-sounds": (save_gemma4_that_hears, {}),
     "more-layers": (_with_more_layers, {}),
     "mxfp4": (save_gpt_oss_in_mxfp4, {}),
     "fp8": (_with_scales_of_activations, {}),
     "bfloat16": (save_qwen3_in_bfloat16, {}),
 }
 FEW_BITS = ("mxfp4", "fp8")
-AS_SOURCE = (*FEW_BITS, "bfloat16", "more-layers")
+AS_SOURCE = (*FEW_BITS, "bfloat16", "more-layers", "tower-for-sounds")
 if HAS_EXPERT_PLANS:
     CASES["experts"] = (partial(save_qwen3_moe, vocab_size=64, num_experts=4), {"tp": 2, "ep": 2})
 PROCESSOR = "preprocessor_config.json"
@@ -115,8 +116,10 @@ def test_the_files_are_those_the_model_came_from(exported: Path, name: str) -> N
         expected = {name: tensor.to(found[name].dtype) for name, tensor in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     AutoModel.from_pretrained(hf)  # by the index
-    configs = [AutoConfig.from_pretrained(folder).get_text_config() for folder in (model, hf)]
-    assert configs[0].rope_parameters == configs[1].rope_parameters
+    configs = [AutoConfig.from_pretrained(folder) for folder in (model, hf)]
+    sounds = [getattr(config, "audio_config", None) for config in configs]
+    assert repr(sounds[0]) == repr(sounds[1])
+    assert configs[0].get_text_config().rope_parameters == configs[1].get_text_config().rope_parameters
     assert (hf / PROCESSOR).read_text() == (model / PROCESSOR).read_text()
     assert len(list(hf.glob("*.safetensors"))) > 1, "dealt out to the ranks"
     assert not hf.with_suffix(".unfinished").exists()

@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.model.load import load_policy, persistent_buffers
+from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after
+from spmdrl.model.trunk import model_class
 from spmdrl.refit.bucket import Naming
 from spmdrl.refit.gather import Gatherer
 from spmdrl.refit.refit import load_whole
@@ -79,7 +80,8 @@ class Measured:
 )
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     path = request.param(tmp_path_factory.mktemp("model"))
-    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    config = load_model_config(model_config(path))
+    plain = model_class(config).from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     sequences = sampled_sequences(plain)
     return Measured(Path(path), plain, sequences, run_ranks(2, every_way, path, sequences))
 

@@ -32,6 +32,7 @@ from tests.helpers.vision_models import (
     inputs_of,
     mixed_sequences,
     save_gemma3_vl,
+    save_gemma4_that_hears,
     save_gemma4_vl,
     save_qwen2_5_vl,
     save_qwen3_5_moe_vl,
@@ -59,11 +60,13 @@ MODELS: dict[Callable[..., str], tuple[str, ...]] = {
     save_qwen2_5_vl: ("fsdp", "cp", "tp"),
     save_gemma3_vl: ("fsdp", "ulysses", "tp"),  # the tokens of an image see each other
     save_gemma4_vl: ("fsdp", "ulysses", "tp"),  # in layers with a window
+    save_gemma4_that_hears: ("fsdp", "cp", "ulysses", "tp"),
     save_qwen3_vl: ("fsdp", "cp", "tp"),
     save_qwen3_vl_moe: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),
     save_qwen3_5_vl: ("fsdp", "cp", "tp"),  # a recurrent layer
     save_qwen3_5_moe_vl: ("fsdp", "cp", "tp", *(("ep",) if HAS_EXPERT_PLANS else ())),  # and experts
 }
+RARE = {save_qwen3_5_moe_vl, save_gemma4_that_hears}
 ALONE = ("packed", "alone")
 POSSIBLE = all_rows(
     {"model": tuple(MODELS), "way": (*ALONE, *LAYOUTS), "tower": ("frozen", "trained")},
@@ -93,7 +96,10 @@ class Measured:
     scope="module",
     params=[
         pytest.param((save, rows), id=f"{save.__name__.removeprefix('save_')}-{name}", marks=marks)
-        for name, rows, slow in (("few", FEW, {save_qwen3_5_moe_vl}), ("others", OTHERS, MODELS))
+        for name, rows, slow in (
+            ("few", FEW, {save_qwen3_5_moe_vl, save_gemma4_that_hears}),
+            ("others", OTHERS, MODELS),
+        )
         for save in MODELS
         for marks in ((pytest.mark.slow,) if save in slow else (),)
     ],

@@ -21,7 +21,7 @@ from spmdrl.families import LogitScale
 from spmdrl.model import policy, recurrent
 from spmdrl.model.supported import refusal_of_config
 from spmdrl.tools.model import answers, main, memory_line
-from spmdrl.tools.model_shrink import SIZES, TOKENS_OF_IMAGES, TOWER, save_tiny, shrunk
+from spmdrl.tools.model_shrink import OF_SOUNDS, SIZES, TOKENS_OF_IMAGES, TOWER, save_tiny, shrunk
 from spmdrl.tools.model_source import released, source_of
 from spmdrl.types import UserError
 
@@ -49,10 +49,11 @@ def test_the_tiny_model_differs_in_sizes_alone(name: str) -> None:
         assert real["num_attention_heads"] / kv_heads == tiny["num_attention_heads"] / tiny["num_key_value_heads"]
     if "text_config" in of_real:  # and a tower
         changed = {setting for setting in of_real if of_real[setting] != of_tiny[setting]} - STORED_ONLY
-        assert changed <= {"text_config", "vision_config", "mm_tokens_per_image", *TOKENS_OF_IMAGES}
-        tower, small = of_real["vision_config"], of_tiny["vision_config"]
-        changed = {setting for setting in tower if tower[setting] != small[setting]} - STORED_ONLY
-        assert changed <= {*TOWER, "out_hidden_size"}
+        towers = {"vision_config": {*TOWER, "out_hidden_size"}, "audio_config": {*OF_SOUNDS}}
+        assert changed <= {"text_config", "mm_tokens_per_image", *TOKENS_OF_IMAGES, *towers}
+        for part, may_change in towers.items():
+            tower, small = of_real.get(part) or {}, of_tiny.get(part) or {}
+            assert {setting for setting in tower if tower[setting] != small[setting]} - STORED_ONLY <= may_change
 
 
 def without_logit_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_is_asked_where_it_is_installed(tmp_path: Path) -> None:
-    found = {one.question: one.answer for one in answers(source_of("qwen3-0.6b"), tmp_path, with_sglang=True)}
+    found = {one.question: one.answer for one in answers(source_of("qwen3-0.6b"), tmp_path, rows.ROWS)}
     assert found["SGLang"] == "yes"
 
 

@@ -23,7 +23,9 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     MiniMaxConfig,
+    Mistral3Config,
     NemotronConfig,
+    PixtralVisionConfig,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3OmniMoeConfig,
@@ -36,6 +38,7 @@ from transformers import (
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.load import load_model_config, persistent_buffers
+from spmdrl.model.trunk import model_class
 from spmdrl.refit.refit import load_whole
 from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
@@ -142,15 +145,25 @@ def gemma4() -> Gemma4Config:
     return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
 
 
-@pytest.mark.parametrize("config", [gemma3, qwen3_5, gemma4])
+def mistral_small_4() -> Mistral3Config:
+    """A model whose text model transformers lists among models of images."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Mistral3Config(
+        text_config=config_of("mistral4"),
+        vision_config=PixtralVisionConfig(**vision, head_dim=16, image_size=16, patch_size=4),
+        image_token_index=SIZES["vocab_size"] - 1,
+    )
+
+
+@pytest.mark.parametrize("config", [gemma3, qwen3_5, gemma4, mistral_small_4])
 def test_the_text_model_of_a_larger_one_says_the_same(tmp_path: Path, config: Callable[[], PreTrainedConfig]) -> None:
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config())
     whole.save_pretrained(tmp_path / "whole")
     character_tokenizer().save_pretrained(tmp_path / "whole")
     assert save_text_model([str(tmp_path / "whole"), str(tmp_path / "text")]) == 0
-    load_model_config(model_config(str(tmp_path / "text")))
-    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    kind = model_class(load_model_config(model_config(str(tmp_path / "text"))))
+    text = kind.from_pretrained(tmp_path / "text")
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(text(ids).logits, whole.eval()(ids).logits, rtol=0, atol=1e-6)
     assert save_text_model([str(tmp_path / "text"), str(tmp_path / "again")]) == 2

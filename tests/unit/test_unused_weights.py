@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from spmdrl.model.load import model_without_memory
+from spmdrl.model.load import load_model_config, model_without_memory
 from spmdrl.model.weight_files import missing_weight_problems, unused_line, unused_names, unused_parts
 from tests.helpers.configs import model_config
 from tests.helpers.models import save_other, save_qwen3, save_qwen3_5
+from tests.helpers.vision_models import save_gemma4_that_hears
 
 
 def test_layers_for_multi_token_prediction_are_found_and_told(tmp_path: Path) -> None:
@@ -55,3 +56,16 @@ def test_layers_of_a_model_are_trained_whatever_its_class_leaves_out_of_others(t
     save_file(load_file(file) | {name: torch.randn(2) for name in names}, file, {"format": "pt"})
     model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
     assert unused_names(model, path) == names
+
+
+def test_keys_of_layers_that_share_them_and_towers_for_sounds_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """transformers drops the former, which the files of Gemma 4 E2B may hold."""
+    path = save_gemma4_that_hears(tmp_path)
+    model = model_without_memory(load_model_config(model_config(path)), model_config(path))
+    file, needed = tmp_path / "model.safetensors", [name for name, _ in model.named_parameters()]
+    names = [f"model.language_model.layers.{part}.weight" for part in ("2.self_attn.k_norm", "3.self_attn.k_proj")]
+    whole = load_file(file) | {name: torch.randn(2) for name in names}
+    save_file(whole, file, {"format": "pt"})
+    of_sounds = {name for name in whole if name.startswith(("model.audio_tower.", "model.embed_audio."))}
+    assert of_sounds and unused_names(model, path) == sorted({*names} | of_sounds)
+    assert not list(missing_weight_problems(path, model, needed))
