@@ -276,8 +276,8 @@ def _sglang(subject: Subject, world: World) -> Found:
 
 def _ends(config: Any) -> frozenset[int]:
     """Return the tokens that end a response of a tiny model."""
-    ends = config.get_text_config().eos_token_id
-    return frozenset() if ends is None else frozenset({ends})
+    ends = getattr(config.get_text_config(), "eos_token_id", None)
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def _worst(engine: RolloutEngine, model: Any, batch: Sequence[Tokens]) -> float:
