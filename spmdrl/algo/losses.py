@@ -1,4 +1,4 @@
-"""Losses: the policy losses and the table of their names, the critic's loss, and the weight of each token."""
+"""Losses: those of the policy and of the critic, and the weight of each token."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch, TurnSpan, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
-# The policy loss that `loss.kind` names: one of `algo.losses.POLICY_LOSSES`, or a function of the user's.
+# The policy loss that `loss.kind` names: one of `algo.formula.POLICY_LOSSES`, or a function of the user's.
 
 
 # The loss of logprobs [T] and entropy [T], both with grad, and the other columns of their micro-batch.
