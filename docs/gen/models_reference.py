@@ -1,7 +1,8 @@
 """Write the table of released models into docs/models.md: `python -m docs.gen.models_reference [--run [NAME ...]]`.
 
 The table is what docs/gen/models.json holds, which `--run` writes: the verdict of `spmdrl model` about each model whose
-released settings are known, or about those that are named, and the versions that gave it.
+released settings are known, or about those that are named, and the versions that gave it. SGLang's answers are those of
+docs/gen/models-sglang.json, which `docs.gen.models_sglang` writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from spmdrl.tools.model_source import released
 
 PAGE = Path("docs/models.md")
-RESULTS = Path("docs/gen/models.json")
+RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
 BEGIN, END = "<!-- released: begin -->\n", "<!-- released: end -->\n"
 # A column of the table, and the questions that it answers.
 COLUMNS = {
@@ -28,18 +29,33 @@ COLUMNS = {
     "torch engine": ("torch engine",),
     "export": ("export and reload",),
 }
-# The types whose class in SGLang was compared with the trainer: tests/engine, and the table of families on the page.
-WITH_SGLANG = (
-    *("qwen3", "qwen2", "llama", "mistral", "gemma3_text", "qwen3_moe", "phi3", "granite", "cohere", "qwen3_next"),
-    *("qwen3_5", "qwen3_vl", "qwen2_5_vl"),
-)
+# Types on which tests/engine compares SGLang, with kernels or files that a tiny model of `spmdrl model` lacks.
+IN_TESTS = ("qwen3_next", "qwen3_5", "qwen3_vl", "qwen2_5_vl")
 Answers = Mapping[str, Sequence[str]]  # of a model: question -> (answer, remark)
 
 
-def table(results: Mapping[str, Any]) -> str:
+def type_of(name: str) -> str:
+    """Return the `model_type` of a released model, by which SGLang finds its class."""
+    kind: str = released()[name]["config"]["model_type"]
+    return kind
+
+
+def of_sglang_about(name: str, asked: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Return SGLang's answer and remark about a model, or about the first of its type that it was asked about."""
+    return asked[name if name in asked else next(other for other in asked if type_of(other) == type_of(name))]
+
+
+def _engines(name: str, asked: Mapping[str, Sequence[str]]) -> str:
+    if of_sglang_about(name, asked)[0] == "yes":
+        return "torch and SGLang"
+    return "torch, and SGLang in tests/engine" if type_of(name) in IN_TESTS else "torch alone"
+
+
+def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any]) -> str:
     """The part of the page between its marks."""
     models: Mapping[str, Answers] = results["models"]
-    said = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    asked: Mapping[str, Sequence[str]] = of_sglang["models"]
+    said, said_of_sglang = map(_versions, (results, of_sglang))
     trained = sum(answers.get("packed", ("",))[0] == "yes" for answers in models.values())
     lines = [
         f"{len(models)} models with their released settings, of which {trained} are trained, by {said}. The answers are"
@@ -50,12 +66,32 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for name, answers in models.items():
         cells = [_cell(answers, questions) for questions in COLUMNS.values()]
-        kind = released()[name]["config"]["model_type"]
-        cells.append("" if cells[0] != "yes" else "torch and SGLang" if kind in WITH_SGLANG else "torch alone")
+        cells.append(_engines(name, asked) if cells[0] == "yes" else "")
         lines.append(f"| {released()[name]['model']} | `{name}` | {' | '.join(cells)} |")
     lines += ["", "What is not *yes*, and why:", "", "| model | what | why |", "|---|---|---|"]
     lines += _reasons(models)
+    lines += [
+        "",
+        f"SGLang was asked about {len(asked)} models on {of_sglang['date']}, by {said_of_sglang}. What is not *yes*,",
+        "and why:",
+        "",
+        "| model | type | SGLang | why |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | `{type_of(name)}` | {answer} | {_in_cell(remark)} |"
+        for name, (answer, remark) in asked.items()
+        if answer != "yes"
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _versions(results: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+
+
+def _in_cell(remark: str) -> str:
+    return remark.replace("|", "/")
 
 
 def _cell(answers: Answers, questions: Sequence[str]) -> str:
@@ -71,14 +107,15 @@ def _reasons(models: Mapping[str, Answers]) -> Iterator[str]:
             if answer != "yes":
                 having.setdefault((question, answer, remark), []).append(name)
     for (question, answer, remark), names in having.items():
-        yield f"| {', '.join(f'`{name}`' for name in names)} | {question}: {answer} | {remark.replace('|', '/')} |"
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {question}: {answer} | {_in_cell(remark)} |"
 
 
-def page(text: str, results: Mapping[str, Any]) -> str:
+def page(text: str) -> str:
     """The whole page, of which the part between the marks is new."""
+    results, of_sglang = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, SGLANG_RESULTS))
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(results, of_sglang)}\n{END}{after}"
 
 
 def run(names: Sequence[str]) -> None:
@@ -107,4 +144,4 @@ def run(names: Sequence[str]) -> None:
 if __name__ == "__main__":
     if "--run" in sys.argv:
         run(sys.argv[sys.argv.index("--run") + 1 :])
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), json.loads(RESULTS.read_text(encoding="utf-8"))), "utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), "utf-8")
