@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from docs.gen.models_reference import RESULTS, SGLANG_RESULTS, type_of
 from spmdrl.tools.model_source import released
 from tests.helpers.engine_ranks import run_engine_ranks
 
+RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
 _PACKAGES = ("spmdrl", "sglang", "transformers", "torch")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", re.MULTILINE)  # the last line of a traceback
 _MOST_CHARACTERS = 200
@@ -34,7 +34,7 @@ def names() -> list[str]:
     first: dict[str, str] = {}
     for name, answers in json.loads(RESULTS.read_text(encoding="utf-8"))["models"].items():
         if answers.get("packed", ("",))[0] == "yes":
-            first.setdefault(type_of(name), name)
+            first.setdefault(released()[name]["config"]["model_type"], name)
     return list(first.values())
 
 
