@@ -32,13 +32,14 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
-from spmdrl.model.frozen import Follower, load_frozen
+from spmdrl.model.frozen import Follower, FrozenModel, load_frozen
 from spmdrl.model.lora.policy import load_trained, random_values
+from spmdrl.model.sharding import decoder_layers
 from spmdrl.step.batch import build_batch
 from spmdrl.step.images import Images
 from spmdrl.step.logprobs import add_columns
 from spmdrl.step.teachers import FrozenModels
-from spmdrl.types import NO_TEACHER, Hint, Sequence, TurnSpan
+from spmdrl.types import NO_TEACHER, Hint, MicroBatch, Sequence, TurnSpan
 from tests.helpers.configs import loss_config, model_config, plan_for
 from tests.helpers.learners import full_weights
 from tests.helpers.models import HAS_EXPERT_PLANS, save_qwen3, save_qwen3_moe
@@ -134,7 +135,21 @@ def _distilled(
     moved = full_weights(policy, meshes) if policy.adapters is None else policy.adapters.trained
     for follower in followers.values():
         moved = full_weights(follower.model, meshes)
+    if changes.get("interrupted"):
+        _interrupt(frozen[names[0]], batch.micro_batches[0])
     return moved, counts | {name: metric.value() for name, metric in metrics.items()}
+
+
+def _interrupt(model: FrozenModel, micro_batch: MicroBatch) -> None:
+    """Let a pass fail in the second layer; nothing stays gathered."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    decoder_layers(model.model.model)[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="interrupted"), torch.no_grad(), model.turn():
+        model(micro_batch)
+    assert all(isinstance(p, DTensor) for p in model.model.parameters())
 
 
 def _whole_vocabulary(
@@ -247,7 +262,7 @@ def test_frozen_models_are_gathered_and_laid_out_as_their_tables_say(folder: Pat
     table: dict[str, Any] = {**BOTH, "divergence": "jsd"}
     once: dict[str, Any] = {"reshard_after_forward": False}
     own = [{"rests_on": "host"}, once, {**once, "rests_on": "device"}, {**once, "parallel": {"dp_replicate": 2}}]
-    cases: list[Case] = [(table, {}, {"models": one}) for one in own]
+    cases: list[Case] = [(table, {}, {"models": one, "interrupted": True}) for one in own]
     experts: dict[str, Any] = {"teacher": "experts"}
     if HAS_EXPERT_PLANS:
         cases += [(experts, {}, {"models": {"parallel": {"ep": ep}}}) for ep in (1, 2)]
