@@ -88,8 +88,9 @@ def test_a_run_does_not_depend_on_how_it_is_divided(
         write_pairs_run(tmp_path, **of_adapters, run=run | {"name": "one"}, optim={"lr": 2e-3})
         assert run_ranks(1, preferring, [f"{tmp_path}/c.toml"])[0][0] == 0
         expected = tmp_path / "one"
-    model = {"path": str(tmp_path / "model"), "reshard_after_forward": False, "parallel": {"dp_replicate": 1}}
-    reference = {} if of_adapters else {"models": {"reference": model}}  # where the run begins, gathered once
+    copies = 1 if tables else num_ranks  # another layout than the policy's, where that is sharded or has copies
+    model = {"path": str(tmp_path / "model"), "reshard_after_forward": False, "parallel": {"dp_replicate": copies}}
+    reference = {} if of_adapters else {"models": {"reference": model}}  # where the run begins
     write_pairs_run(tmp_path, **tables, **reference, run=run, optim={"lr": 2e-3})
     assert {code for code, _ in run_ranks(num_ranks, preferring, [f"{tmp_path}/c.toml"])} == {0}
     for name, values in curves(tmp_path / "divided", last=2).items():
