@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from spmdrl.types import ImageSpan, Request, Response
 from tests.helpers.adapters import change_adapters
 from tests.helpers.engine_ranks import run_engine_ranks
+from tests.helpers.sglang_delta_net import ARGUMENTS
 from tests.helpers.sglang_engine import Rank, answers, change, rank_with_engine, settings
 from tests.helpers.vision import save_vision_files
 from tests.helpers.vision_models import (
@@ -51,7 +52,8 @@ def all_of_it(path: str, images: str, num_ranks: int, lora: dict[str, Any] | Non
     (*sequences, turned, first, second), store = stored(sequences, pictures, Path(images))
     found: dict[str, Any] = {}
     change_weights = change_adapters if lora else change
-    cfg = settings(path, num_ranks, lora=lora, tp_size=num_ranks, temperature=TEMPERATURE)
+    backend = ARGUMENTS if "qwen3_5" in Path(path, "config.json").read_text() else {}
+    cfg = settings(path, num_ranks, lora=lora, tp_size=num_ranks, temperature=TEMPERATURE, sglang=backend)
     with rank_with_engine(cfg, images=store) as rank:
         sent = []
         for version in range(3):  # the tower, which is frozen, is in the first alone

@@ -41,7 +41,7 @@ def agreement(path: str) -> tuple[int, int]:
                 Sequence(
                     index=index,
                     token_ids=whole.token_ids,
-                    loss_mask=whole.sampled,
+                    loss_mask=whole.trained,
                     rollout_logprobs=whole.logprobs,
                     reward=0.0,
                     routes=whole.routes,
