@@ -288,7 +288,7 @@ class ResumePoint:
 
     @property
     def is_evaluated(self) -> bool:
-        """True when the step was evaluated before it was saved: a run that stops on request skips the evaluation."""
+        """True when the checkpoint has the step's evaluation: a run that stops on request skips it."""
         return any(name.startswith("eval/") for name in self.metrics or ())
 
 

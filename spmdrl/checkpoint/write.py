@@ -77,6 +77,7 @@ class Saver:
         self._configuration, self._versions = dict(configuration), dict(versions)
         self._buffers = HostBuffers(pinned=meshes.training.device_type == "cuda")
         self._writing: _Writing | None = None
+        self._late: Mapping[str, float] | None = None  # metrics of the checkpoint that is being written
         self._finished: Metrics = {}
         # Step of the last checkpoint, saved or being written. One rank decides for all: shared storage may show
         # different lists to different ranks.
@@ -106,9 +107,12 @@ class Saver:
         self.newest = step
 
     def amend(self, *, metrics: Mapping[str, float]) -> None:
-        """Replace the metrics in the newest checkpoint, whose step was evaluated after it was saved."""
-        self.wait()
+        """Replace the metrics in the newest checkpoint, whose step was evaluated after it was saved, as soon as it is
+        written."""
         _refuse_unmeasured(self._cfg.keep_best, metrics)
+        if self._writing is not None:
+            self._late = metrics
+            return
         assert self.newest is not None
         checkpoint = folder_of(self._folder, self.newest)
         try:
@@ -144,6 +148,9 @@ class Saver:
                 raise self._explained(problem, writing.step)
         if all(is_done for is_done, _ in found):
             self._writing = None
+            if self._late is not None:
+                self.amend(metrics=self._late)
+                self._late = None
             self._finished = {
                 "checkpoint/write_s": Max(writing.seconds),
                 "checkpoint/bytes": Total(float(writing.num_bytes)),

@@ -28,7 +28,7 @@ def as_they_are(pending: list[Pending]) -> Future[list[Pending]]:
 
 
 class HeldOutAnswers:
-    """The evaluation of one version: an engine pauses for no refit, and ends no step, before it is sampled."""
+    """The evaluation of one version: an engine takes no refit, and ends no step, before it is sampled."""
 
     def __init__(self) -> None:
         self._groups: list[PromptGroup] = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,12 @@ class LocalSampler(Sampler):
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
         # The policy judges when nothing else is sampled, and the best are saved with their evaluation.
-        saves_best = (cfg.checkpoint.keep_best or "").startswith("eval/")
+        saves_best = cfg.checkpoint.keep_best is not None
         self.answers_beside = rules.carries_over and not run.plan.max_judged_tokens and not saves_best
         self._env_context = _open_env_context(run) if engine.leads else None
         self._rewards, self._policy_judge = run.rewards, _open_policy_judge(run, engine)
-        self._answers, self._judging = HeldOutAnswers(), run.enter(ThreadPoolExecutor(1, "judges"))
+        self._answers, self._judging = HeldOutAnswers(), ThreadPoolExecutor(1, "judges")
+        run.enter(_ending(self._judging))
         sources = prompts, run.inputs.held_out
 
         def restore_images(episode: Episode) -> None:
@@ -198,6 +199,15 @@ class LocalSampler(Sampler):
     def _record(self, step: int, schedule: Mapping[str, Any]) -> None:
         if self._schedule is not None:
             self._schedule.write(step, [schedule])
+
+
+@contextmanager
+def _ending(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Surround a run, at whose end nothing of the pool is waited for: closing the reward client ends what it asks."""
+    try:
+        yield
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _open_env_context(run: Launch[Config]) -> EnvContext | None:

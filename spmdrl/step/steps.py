@@ -36,7 +36,8 @@ class Steps(Generic[SettingsT]):
     """Counts the steps of a run, and does what belongs between them; every rank that trains has one.
 
     A run that is asked to stop does so at the next edge between two phases. A step that has not come to its update is
-    given up; one that has is finished except for its evaluation, which the resumed run makes first.
+    given up; one that has is finished except for its evaluation, which the resumed run makes before its first rollouts
+    or beside them.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Steps(Generic[SettingsT]):
             with self._run.report.span("eval"):
                 self._amend(self._show(self._asked, self._evaluation(self._answers)))
             self._asked = None
+            self._stop_if_asked()
 
     def evaluate(self, step: int) -> None:
         """Evaluate the policy after `step` where that is due, now or beside the next rollouts; a run that is about to
@@ -194,17 +196,22 @@ class Steps(Generic[SettingsT]):
         self._report_memory()
         for callback in self._run.callbacks:
             callback.on_step(step, values)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._stopping:
             raise StopRequested
 
     def _evaluate_start(self) -> None:
-        """Evaluate the policy that the run begins with, unless that was done before it was saved."""
+        """Evaluate the policy that the run begins with, unless its checkpoint has that evaluation; one that rollouts
+        had beside them is then sampled once more in a deterministic run, and not reported."""
         run, is_known = self._run, self._run.resume_point.is_evaluated
         # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
         due = run.plan.evaluates_after(self._done) and (not is_known or run.cfg.run.deterministic)
         if due and not self._ask(self._done, is_known=is_known) and not is_known:
             self._pass_edge()
             self._amend(self._show(self._done, self._measure()))
+            self._stop_if_asked()
         self._report_memory()
         self._run.report.take_times()
 
@@ -226,7 +233,10 @@ class Steps(Generic[SettingsT]):
         evaluated = scalars(merge_over(self._training, found.metrics))
         self._run.report.eval(step, evaluated, samples=found.samples)
         for callback in self._run.callbacks:
-            callback.on_evaluation(step, evaluated)
+            try:
+                callback.on_evaluation(step, evaluated)
+            except StopRequested:  # the run stops where this evaluation is saved with its step
+                self._stopping = True
         return evaluated
 
     def _answer_held_out(self) -> Evaluation:

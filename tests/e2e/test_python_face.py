@@ -31,27 +31,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Log(Callback):
-    def __init__(self, stops_after: int = 100) -> None:
+    def __init__(self, stops_at: tuple[str, int]) -> None:
         self.seen: list[tuple[str, int]] = []
-        self._stops_after = stops_after
+        self._stops_at = stops_at
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         assert "reward/mean" in metrics
-        self.seen.append(("step", step))
-        if step == self._stops_after:
-            raise StopRequested
+        self._see("step", step)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         assert "eval/accuracy" in metrics
-        self.seen.append(("evaluation", step))
+        self._see("evaluation", step)
 
     def on_save(self, step: int, folder: Path) -> None:
         assert folder.name == f"step-{step:08d}"
-        self.seen.append(("save", step))
+        self._see("save", step)
+
+    def _see(self, what: str, step: int) -> None:
+        self.seen.append((what, step))
+        if self._stops_at == (what, step):
+            raise StopRequested
 
 
-def _trained(config: str, *overrides: str, stops_after: int = 100) -> list[tuple[str, int]]:
-    log = Log(stops_after)
+def _trained(config: str, *overrides: str, stops_at: tuple[str, int] = ("", 0)) -> list[tuple[str, int]]:
+    log = Log(stops_at)
     with mock.patch.object(Report, "_write_curves", lambda *_: "no curves"):
         Trainer(load_config(config, *overrides), callbacks=[log]).train()
     return log.seen
@@ -136,8 +139,9 @@ def test_a_script_saves_stops_and_goes_on(folder: Path) -> None:
     assert (folder / "runs/half/checkpoints/step-00000002/manifest.json").is_file()
     assert run_ranks(1, _looped, config, *settings)[0]
     assert [row["step"] for row in rows(folder / "runs/half")] == [0, 1, 2, 3]
-    seen = run_ranks(2, partial(_trained, stops_after=1), config, "run.name=asked", *ONE_UPDATE)[0]
-    assert seen[-1] == ("save", 1)
+    for stops_at, last in ((("step", 1), ("save", 1)), (("evaluation", 2), ("step", 2))):
+        seen = run_ranks(2, partial(_trained, stops_at=stops_at), config, "run.name=asked", *ONE_UPDATE)[0]
+        assert seen[-1] == last
     run_ranks(2, _trained, config, "run.name=asked", *ONE_UPDATE)
     run_ranks(2, _trained, config, "run.name=whole2", *ONE_UPDATE)
     assert_same_weights(folder / "runs/whole2", folder / "runs/asked")

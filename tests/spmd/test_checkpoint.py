@@ -62,6 +62,8 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
                 metrics={"eval/reward": reward, "update/lr": float("nan")},
                 collector={"cursor": step, "sampling": {}, "carried": []},
             )
+            if step == 3:
+                saver.amend(metrics={"eval/reward": 0.25})  # perhaps while it is written
             written += [metrics["checkpoint/write_s"].value() for metrics in [saver.check()] if metrics]
         saver.wait()
         written.append(saver.check()["checkpoint/write_s"].value())
@@ -70,7 +72,8 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
         if world.is_main:
             # 1 was the best, 3 and 4 the last.
             assert saved_steps(Path(folder)) == [1, 3, 4]
-            assert Manifest.read(folder_of(Path(folder), 4)).metrics == {"eval/reward": 0.3}
+            metrics_of = {step: Manifest.read(folder_of(Path(folder), step)).metrics for step in (3, 4)}
+            assert metrics_of == {3: {"eval/reward": 0.25}, 4: {"eval/reward": 0.3}}
         with pytest.raises(UserError, match="eval/accuracy"):
             saver.save(5, metrics={"eval/accuracy": 0.5})
         assert saver.newest == _saver(Path(folder), learner, meshes).newest == 4

@@ -772,7 +772,7 @@ def test_a_refit_in_flight_by_the_real_clock_is_repeated_by_its_schedule(open_ah
 
 @pytest.mark.parametrize("shared", [True, False], ids=["free", "virtual"])
 def test_an_evaluation_is_sampled_beside_rollouts_by_one_version(shared: bool) -> None:
-    """It stops none of them: they are those of a run without it, and the next refit waits for it alone."""
+    """It stops none of them: they have the tokens of a run without it, and the next refit waits for it alone."""
 
     def engines() -> list[Any]:
         return [FakeEngine(max_running=30, length=varied_length) for _ in range(2)]
