@@ -337,7 +337,7 @@ def changes(before: Mapping[str, Any], cfg: BaseModel) -> list[Change]:
 
     A setting that an older spmdrl did not know, so that the checkpoint lacks it, is compared with its default.
     """
-    old, now = dict(flat(before)), dict(flat(resolved(cfg)))
+    old, now = _compared(before), _compared(resolved(cfg))
     chosen = dict(flat(cfg.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     from_model = _FROM_CHECKPOINT if getattr(cfg, "lora", None) is None else _OF_ADAPTERS
     meaning = {"model.path": from_model, "lora.path": _OF_ADAPTERS, "critic.path": _FROM_CHECKPOINT}
@@ -353,7 +353,18 @@ def harmless(cfg: Any) -> tuple[str, ...]:
     """Return the settings of `HARMLESS` that are harmless under this configuration, and where other models lie."""
     # Every schedule but a constant one depends on the number of steps.
     names = HARMLESS if cfg.optim.schedule == "constant" else [name for name in HARMLESS if name != "run.num_steps"]
-    return *names, *(f"{table}.{setting}" for table in cfg.beside for setting in FrozenModelConfig.model_fields)
+    return *names, *(f"models.{name}.{one}" for name in cfg.frozen_models for one in FrozenModelConfig.model_fields)
+
+
+def _compared(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by their dotted names; rows of reward models without where these lie, which changes no score."""
+    found = dict(flat(configuration))
+    if "reward.terms" in found:
+        found["reward.terms"] = [
+            {name: value for name, value in row.items() if name not in FrozenModelConfig.model_fields}
+            for row in found["reward.terms"]
+        ]
+    return found
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -281,7 +281,7 @@ def layout_problems(cfg: Config | TuningConfig, num_training: int) -> Iterator[s
             yield (
                 f"{table + '.' if is_own else ''}parallel.ep = {ep} does not divide the {in_a_copy} ranks that hold "
                 f"one copy of the model ({num_training} that train / dp_replicate = {replicate}); set "
-                f"{table}.parallel.ep to a divisor of {in_a_copy}"
+                f"{table}.parallel.ep to 1 for a model without experts, else to a divisor of {in_a_copy}"
             )
 
 

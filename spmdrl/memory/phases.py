@@ -265,10 +265,12 @@ def _in_turn(model: ModelConfig, frozen: FrozenModelSize, rank: Rank) -> int:
 
 def turn_problems(cfg: Config | TuningConfig, rank: Rank, plan: MemoryPlan | None) -> Iterator[str]:
     """Yield a sentence for each frozen model that cannot be on the device as a whole beside what is there for certain:
-    the trainer, gathered in part, and where there is one, the sleeping engine with a refit's buckets."""
-    trainer = rank.memory.weights + rank.memory.optimizer + rank.size.root * rank.compute_bytes
-    beside = trainer + (plan.buckets + plan.engine_keeps if plan else 0) + sum(rank.overhead.while_training.values())
+    the trainer, gathered in part, and where there is one, the sleeping engine with a refit's buckets. While a reward
+    model computes, the trainer sleeps."""
+    others = (plan.buckets + plan.engine_keeps if plan else 0) + sum(rank.overhead.while_training.values())
+    awake = rank.memory.weights + rank.memory.optimizer + rank.size.root * rank.compute_bytes
     for frozen, at in zip(rank.frozen, rank.for_frozen(), strict=True):
+        beside = others + (plan.asleep if plan and frozen.table.startswith("reward.") else awake)
         whole = _in_turn(cfg.model, frozen, at) * rank.compute_bytes
         if frozen.gathers_once and whole + beside > rank.device_bytes:
             yield (

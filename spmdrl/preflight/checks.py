@@ -180,6 +180,10 @@ class OpenedModel:
         """The table of its settings, of one beside the policy."""
         return self.name if self.drops_head else f"models.{self.name}"
 
+    def read(self) -> Model:
+        """Read the shapes of its parameters, without memory."""
+        return (Model.read_critic if self.drops_head else Model.read)(self.config, self.cfg)
+
 
 def frozen_directories(cfg: Config | TuningConfig) -> dict[str, ModelConfig]:
     """The settings of the frozen models that have a directory other than the policy's, by name."""
@@ -205,16 +209,27 @@ def frozen_layout_problems(
     for table, model in (opened | dict.fromkeys(of_policy & own.keys(), policy)).items():
         layout, needs_experts = own.get(table, cfg.parallel), cfg.beside[table].parallel.ep is not None
         for sentence in parallel_model_problems(model.config, model.cfg, layout, needs_experts=needs_experts):
-            yield sentence.replace("parallel.ep", f"{table}.parallel.ep")
+            if not sentence.startswith("parallel.ep "):
+                yield f"{table}: {sentence}"
+            elif needs_experts:
+                yield f"{table}.{sentence}"
+            else:
+                yield f"{table}: {sentence}; for this model alone set {table}.parallel.ep"
 
 
-def read_frozen(cfg: Config | TuningConfig) -> dict[str, Model]:
-    """Read the shapes of the frozen models of other directories, by name; needs no weights. Raises UserError."""
-    found = {}
-    for name, settings in frozen_directories(cfg).items():
-        with _errors_about(f"models.{name}"):
-            found[name] = Model.read(read_model_config(settings), settings)
+def read_beside(cfg: Config | TuningConfig) -> list[OpenedModel]:
+    """Read the configs of the models beside the policy that are of other directories; needs no weights. Raises
+    UserError."""
+    found = [_read(f"models.{name}", one, name=name) for name, one in frozen_directories(cfg).items()]
+    if isinstance(cfg, Config):
+        scorers = {_name(place): cfg.scorer_model(place) for place in model_terms(cfg)}
+        found += [_read(name, one, drops_head=True, name=name) for name, one in scorers.items()]
     return found
+
+
+def _read(table: str, cfg: ModelConfig, **kind: Any) -> OpenedModel:
+    with _errors_about(table):
+        return OpenedModel(f'{table}.path = "{cfg.path}"', cfg, read_model_config(cfg), **kind)
 
 
 @contextmanager
@@ -409,17 +424,6 @@ def judge_problems(
             except ValueError as error:
                 reason = f"{name}: {one_line(str(error))}"
                 yield f"{reason}; a first question, about the first prompt, must get a score"
-
-
-def read_reward_models(cfg: Config | TuningConfig) -> dict[str, Model]:
-    """Read the shapes of the reward models by the names of their terms; needs no weights. Raises UserError."""
-    found = {}
-    for place in model_terms(cfg):
-        assert isinstance(cfg, Config), "only these have rewards"
-        settings = cfg.scorer_model(place)
-        with _errors_about(_name(place)):
-            found[_name(place)] = Model.read_critic(read_model_config(settings), settings)
-    return found
 
 
 def _name(place: int) -> str:

@@ -361,9 +361,7 @@ def _predict(
     if policy.drops_head:
         model = Model.read_critic(policy.config, policy.cfg)
     else:
-        beside = {
-            one.name: (Model.read_critic if one.drops_head else Model.read)(one.config, one.cfg) for one in frozen
-        }
+        beside = {one.name: one.read() for one in frozen}
         model = Model.read(policy.config, policy.cfg, critic=second, lora=cfg.lora, frozen_models=beside)
     prediction = predict_here(cfg, model, num_ranks=num_ranks)
     raise_all(prediction.problems if prediction.rank.on_gpu else ())

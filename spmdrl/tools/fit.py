@@ -25,7 +25,7 @@ from spmdrl.memory.overhead import Parts
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import micro_batch_tokens
 from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
-from spmdrl.preflight.checks import read_frozen, read_reward_models
+from spmdrl.preflight.checks import OpenedModel, frozen_layout_problems, read_beside
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
 from spmdrl.preflight.launch import EXIT_USER_ERROR
@@ -96,23 +96,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
-    """Read the shapes of the run's policy, from transformers' config of it, and of its critic.
+    """Read the shapes of the run's policy, from transformers' config of it, and of the models beside it.
 
     Raises UserError for settings that they do not support.
     """
-    critic = None
+    critic, beside = None, read_beside(cfg)
     refusals = [*parallel_model_problems(model_config, cfg.model, cfg.parallel)]
     if isinstance(cfg, Config) and cfg.has_critic:
         critic_config = read_critic_config(cfg.critic_model) if cfg.critic.path else model_config
         refusals += parallel_model_problems(critic_config, cfg.critic_model, cfg.parallel)
         critic = Model.read_critic(critic_config, cfg.critic_model)
+    policy = OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, model_config)
+    refusals += frozen_layout_problems(cfg, policy, beside)
     if refusals:
         raise UserError("\n".join(dict.fromkeys(refusals)))
     if isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model:
         return Model.read_critic(model_config, cfg.model)
-    return Model.read(
-        model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=read_frozen(cfg) | read_reward_models(cfg)
-    )
+    frozen = {one.name: one.read() for one in beside}
+    return Model.read(model_config, cfg.model, critic=critic, lora=cfg.lora, frozen_models=frozen)
 
 
 def shortages(prediction: Prediction) -> Iterator[str]:

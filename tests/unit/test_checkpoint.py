@@ -39,6 +39,7 @@ from spmdrl.checkpoint.manifest import (
 from spmdrl.checkpoint.resume import preview_resume_point, unfinished
 from spmdrl.checkpoint.storage import Reader
 from spmdrl.config import Config, SftConfig
+from spmdrl.config.model import FrozenModelConfig
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
 from tests.helpers.files import flip_bit
@@ -205,6 +206,21 @@ def test_a_setting_that_the_checkpoint_does_not_know_had_its_default() -> None:
     del older["optim"]["eps"], older["loss"]
     assert changes(older, minimal_config()) == []
     assert [change.name for change in changes(older, minimal_config(optim={"eps": 1e-6}))] == ["optim.eps"]
+
+
+def test_a_run_resumes_wherever_its_reward_models_lie() -> None:
+    def scored(path: str, **more: Any) -> Config:
+        return minimal_config(reward={"terms": [{"kind": "exact"}, {"kind": "model", "path": path, **more}]})
+
+    before = resolved(scored("r"))
+    for name in FrozenModelConfig.model_fields:  # as an older version wrote it
+        del before["reward"]["terms"][1][name]
+    moved = scored("r", rests_on="device", parallel={"ep": 2})
+    assert changes(before, scored("r")) == changes(before, moved) == changes(resolved(moved), scored("r")) == []
+    assert [change.name for change in changes(before, scored("another"))] == ["reward.terms"]
+    taught = minimal_config(models={"t": {"path": "t", "rests_on": "device"}}, distill={"teacher": "t"})
+    (found,) = changes(resolved(minimal_config(models={"t": {"path": "t"}}, distill={"teacher": "t"})), taught)
+    assert found.name == "models.t.rests_on" and found.is_in(harmless(taught))
 
 
 def test_every_harmless_setting_exists() -> None:

@@ -16,9 +16,17 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
-from spmdrl.config import Config, DistillConfig, ModelConfig, OtherModelConfig, SftConfig, TeacherConfig
+from spmdrl.config import (
+    Config,
+    DistillConfig,
+    ModelConfig,
+    OtherModelConfig,
+    ParallelConfig,
+    SftConfig,
+    TeacherConfig,
+)
 from spmdrl.config.plan import plan_problems
 from spmdrl.conversation import Observation
 from spmdrl.data.tokenizer import load_tokenizer
@@ -355,6 +363,24 @@ def test_a_model_that_is_gathered_once_is_counted_whole_and_refused_where_it_doe
     assert not any(named in one for one in predicted(usual, gib=0.5).problems)
 
 
+def test_a_reward_model_that_is_gathered_once_has_a_sleeping_trainer_beside_it() -> None:
+    term = {"kind": "model", "path": "r", "reshard_after_forward": False}
+    wide = Qwen3Config(**QWEN3.to_dict() | {"vocab_size": 2**21})
+    scorer = Model.read_critic(wide, ModelConfig(path="r"))
+    model = Model.read(wide, ModelConfig(path="m"), frozen_models={"reward.terms.0": scorer})
+
+    def beside(trainer: str) -> str:
+        cfg = minimal_config(reward={"terms": [term]}, offload={"trainer": trainer})
+        problems = predict(cfg, model, num_ranks=2, device_bytes=GIB // 8, on_gpu=True).problems
+        return next(one for one in problems if one.startswith("reward.terms.0.reshard_after_forward = false"))
+
+    awake, asleep = (re.search(r"beside ([0-9.]+) GiB", beside(trainer)) for trainer in ("none", "all"))
+    assert awake and asleep
+    size = model.size(ParallelConfig(), num_training=2)
+    moved = 12 * size.shard / GIB
+    assert moved > 0.7 and float(awake[1]) - float(asleep[1]) == pytest.approx(moved, abs=0.1)
+
+
 def test_a_teacher_has_a_layout_of_its_own() -> None:
     usual = config({"teacher": "big"}, parallel={"dp_replicate": 2})
     two, shared = (phases(changed(usual, parallel={"dp_replicate": n}))["load"].host["frozen models"] for n in (2, 1))
@@ -366,7 +392,9 @@ def test_a_teacher_has_a_layout_of_its_own() -> None:
     of_policy = changed(config({"teacher": "big"}, parallel={"ep": 2}), parallel={"dp_replicate": 4})
     (inherited,) = plan_problems(of_policy, 4)
     assert inherited.startswith("parallel.ep = 2 does not divide the 1 ranks that hold one copy of the model (4 that")
-    assert inherited.endswith("set models.big.parallel.ep to a divisor of 1")
+    instead = "set models.big.parallel.ep to 1 for a model without experts, else to a divisor of 1"
+    assert inherited.endswith(instead)
+    assert [*plan_problems(changed(of_policy, parallel={"dp_replicate": 4, "ep": 1}), 4)] == []
 
 
 @needs_expert_plans
@@ -374,13 +402,17 @@ def test_the_experts_of_a_teacher_are_divided_by_its_own_setting() -> None:
     dense = OpenedModel('models.big.path = "big"', ModelConfig(path="big"), QWEN3, name="big")
     experts = dataclasses.replace(dense, config=Qwen3MoeConfig(num_experts=6, architectures=["Qwen3MoeForCausalLM"]))
 
-    def problems(model: OpenedModel, ep: int, own_ep: int | None = None) -> list[str]:
-        cfg = changed(config({"teacher": "big"}, parallel={"ep": ep}), parallel={"ep": own_ep})
+    def problems(model: OpenedModel, ep: int, own_ep: int | None = None, tp: int = 1) -> list[str]:
+        cfg = changed(config({"teacher": "big"}, parallel={"ep": ep, "tp": tp}), parallel={"ep": own_ep})
         return list(frozen_layout_problems(cfg, dense, [model]))
 
     assert not problems(dense, 2) and not problems(experts, 2) and not problems(experts, 4, own_ep=3)
     assert problems(dense, 1, own_ep=2)[0].startswith("models.big.parallel.ep = 2, but there is no ep plan for Qwen3")
-    assert problems(experts, 4)[0].startswith("models.big.parallel.ep = 4 does not divide the 6 experts of ")
+    assert not problems(dense, 2, own_ep=1)
+    (inherited,) = problems(experts, 4)
+    assert inherited.startswith("models.big: parallel.ep = 4 does not divide the 6 experts of ")
+    assert inherited.endswith("; for this model alone set models.big.parallel.ep")
+    assert problems(dense, 1, tp=3)[0].startswith("models.big: parallel.tp = 3 does not divide ")
 
 
 def test_a_lagged_copy_is_the_policy_of_some_steps_ago() -> None:

@@ -377,6 +377,15 @@ def test_the_planner_reads_the_critics_config_too(toml: str, capsys: pytest.Capt
     assert 'critic.path = "nowhere"' in capsys.readouterr().err
 
 
+def test_the_planner_refuses_a_layout_that_a_teacher_does_not_support(
+    toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(toml).parent / "model"
+    teacher = [f'models.big={{ path = "{path}", parallel = {{ ep = 2 }} }}', 'distill.teacher="big"']
+    assert plan.main([toml, "--ranks", "2", "--gpu-gib", "80", *teacher]) == 2
+    assert "models.big.parallel.ep = 2, but " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("overrides", [(), ("sft={ sequences_per_step = 8, max_response_tokens = 8 }",)])
 def test_a_run_of_no_kind_or_of_both_is_refused(toml: str, overrides: tuple[str, ...]) -> None:
     if not overrides:
