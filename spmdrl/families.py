@@ -25,6 +25,7 @@ class SGLangFamily:
     patch_values: int | None = None  # the only size of patches that it reads; None: any
     splits_embedding: bool = True  # False: every device of an engine has it whole
     has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
+    has_other_windows: bool = False  # than the model: none at all, or one token more
     checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
 
 
@@ -99,7 +100,7 @@ class ModelFamily:
 _CAPPED = LogitSetting("final_logit_softcapping", "softcap")
 _COMMAND_R = LogitSetting("logit_scale", "factor")
 _GRANITE = LogitSetting("logits_scaling", "divisor")
-_UNTRIED = SGLangFamily(is_tried=False)
+_UNTRIED, _OTHER_WINDOWS = SGLangFamily(is_tried=False), SGLangFamily(has_other_windows=True)
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -138,7 +139,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
     "nanochat": ModelFamily(logits=_CAPPED),
     "cohere": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
-    "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
+    "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True, sglang=_OTHER_WINDOWS),
     "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE),
@@ -172,6 +173,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
     "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
     "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),
+    **dict.fromkeys(("phi3", "starcoder2"), ModelFamily(sglang=_OTHER_WINDOWS)),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -293,17 +293,16 @@ def load_packed(
         shard(model)
         return model
 
-    with nullcontext() if start is None else _without_warnings():  # which would list what `start` begins
-        # transformers calls this hook after it has built a model and before it reads weights. Parameters that are then
-        # DTensors it reads shard by shard. Its own hook (5.19) does not support fp16, offload without a GPU, a single
-        # rank, or a subset of the ranks.
-        model, problems = _from_pretrained(
-            cfg,
-            {"maybe_distribute_model": classmethod(distribute)},
-            dtype=dtype if role == "base" else torch.float32,
-            distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
-            ignore_mismatched_sizes=True,  # they are named below, without a traceback
-        )
+    # transformers calls this hook after it has built a model and before it reads weights. Parameters that are then
+    # DTensors it reads shard by shard. Its own hook (5.19) does not support fp16, offload without a GPU, a single rank,
+    # or a subset of the ranks.
+    model, problems = _from_pretrained(
+        cfg,
+        {"maybe_distribute_model": classmethod(distribute)},
+        dtype=dtype if role == "base" else torch.float32,
+        distributed_config=DistributedConfig(tp_size=1, fsdp_size=1),
+        ignore_mismatched_sizes=True,  # they are named below, without a traceback
+    )
     started = {} if start is None else {name: x for name, x in start(model).items() if name in problems["missing_keys"]}
     if missing := sorted(problems["missing_keys"] - started.keys()):
         raise UserError(lacking(cfg.path, missing))
@@ -365,15 +364,16 @@ def _from_pretrained(
     hooked: Any = type(model_class.__name__, (model_class,), own)
     hooked.__module__ = model_class.__module__
     try:
-        return hooked.from_pretrained(
-            cfg.path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention_of(config),
-            output_loading_info=True,
-            trust_remote_code=cfg.trust_remote_code,
-            **options,
-        )
+        with _without_warnings():  # a table of what is missing or unused, of which the caller says what matters
+            return hooked.from_pretrained(
+                cfg.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention_of(config),
+                output_loading_info=True,
+                trust_remote_code=cfg.trust_remote_code,
+                **options,
+            )
     except (SafetensorError, OSError) as error:
         raise UserError(f'model.path = "{cfg.path}": its weights cannot be read: {error}') from error
     except RuntimeError as error:

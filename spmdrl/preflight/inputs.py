@@ -41,7 +41,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.start import engine_class
-from spmdrl.families import vision_family
+from spmdrl.families import family_of, vision_family
 from spmdrl.learn.objective import policy_loss_problems
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.model import rotary
@@ -153,6 +153,7 @@ def open_inputs(
     found.ask(frozen_layout_problems, cfg, policy, list(filter(None, beside)))
     found.ask(_judged_problems, plan, policy)
     found.ask(_rotary_problems, cfg, plan, policy)
+    found.ask(_window_problems, cfg, plan, policy)
     for model in (policy, critic, *beside):
         found.ask(_tree_problems, cfg, plan, model)
     found.ask(_true_on_policy_problems, cfg, policy)
@@ -466,6 +467,19 @@ def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel
     yield from rotary.length_problems(
         policy.config, plan.max_judged_tokens, are_sampled=True, allowed_by=f"{_OF_JUDGES} of reward.terms"
     )
+
+
+def _window_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
+    text = policy.config.get_text_config()
+    is_asked = isinstance(cfg, Config) and cfg.rollout.engine == "sglang" and family_of(text).sglang.has_other_windows
+    window = getattr(text, "sliding_window", None)
+    longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
+    if is_asked and window is not None and longest > window:
+        yield (
+            f'rollout.engine = "sglang" with {text.model_type}: SGLang computes other windows than its {window} tokens '
+            f'(sliding_window), and a prompt and its response may have {longest}; set it to "torch", or lower '
+            "data.max_prompt_tokens or max_response_tokens"
+        )
 
 
 def _tree_problems(cfg: Config | TuningConfig, plan: Plan, model: OpenedModel) -> Iterator[str]:

@@ -165,7 +165,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="that samples")
     parser.add_argument("--nproc", type=int, default=RANKS, help="processes that train")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.nproc < 1:
+        parser.error(f"--nproc {arguments.nproc}: a run has at least 1 process")
+    return arguments
 
 
 def _held_out(set_by_user: Mapping[str, str], *, has_files: bool) -> Iterator[str]:

@@ -110,14 +110,15 @@ def _export_of(run: Path) -> Path:
     if not (run / "hf" / "config.json").is_file():
         raise UserError(
             f"{run}/hf holds no exported model; the run writes it after the last step, unless export.at_end or "
-            "export.merged is false"
+            f"export.merged is false, and `spmdrl export {run}` from a checkpoint"
         )
     return run / "hf"
 
 
 def _resolved(given: str) -> str:
     """A run's exported model, or the model that is given itself. Raises UserError for a run without one."""
-    return str(_export_of(Path(given))) if Path(given, "config.toml").is_file() else given
+    run = Path(given)
+    return str(_export_of(run)) if (run / "config.toml").is_file() or (run / "hf").is_dir() else given
 
 
 def _of_set(

@@ -263,7 +263,8 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
 def _rewards(given: Sequence[str]) -> Iterator[str]:
     """Yield the rewards that options name, several of them after commas; the name of a file may have commas too."""
     for text in given:
-        yield from [text] if Path(text.rpartition(":")[0]).is_file() else text.split(",")
+        file, _, name = text.rpartition(":")
+        yield from [text] if "," not in name and Path(file).is_file() else text.split(",")
 
 
 def _require_rewards(rewards: Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> None:

@@ -206,10 +206,12 @@ def test_rewards_after_the_first_count_little(model: Path, sums: Path) -> None:
     assert tables["reward"] == {"terms": [{"kind": "exact"}, {"kind": "length", "weight": 0.1}]}
     assert tables["eval"]["success_at"] == 1.0  # that of the first alone
     Path("a,b.py").write_text("def score(prompt, response, answer, metadata):\n    return 0.5\n")
-    several = ["--reward", "a,b.py:score", "--reward", "length,exact", "--out", "several.toml"]
+    Path("c.py").write_text(Path("a,b.py").read_text())
+    several = ["--reward", "a,b.py:score", "--reward", "c.py:score,length,exact", "--out", "several.toml"]
     assert main(["--model", str(model), "--data", str(sums), *several, "--gpus", "0", "--no-verdict"]) == 0
     assert written("several.toml")["reward"]["terms"] == [
         {"kind": "function", "function": "a,b.py:score"},
+        {"kind": "function", "function": "c.py:score", "weight": 0.1},
         {"kind": "length", "weight": 0.1},
         {"kind": "exact", "weight": 0.1},
     ]

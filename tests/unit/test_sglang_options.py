@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     Gemma3Config,
     LlamaConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -26,7 +27,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from spmdrl.config import Config
+from spmdrl.config import Config, RolloutConfig
 from spmdrl.dist.session import World
 from spmdrl.engine.sglang import libraries
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
@@ -36,6 +37,7 @@ from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary
 from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
 from spmdrl.engine.sglang.requests import RouteReader, image_problems, route_problems
 from spmdrl.model.load import load_model_config
+from spmdrl.preflight.inputs import _window_problems
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
 from tests.helpers.few_bits import save_gpt_oss_in_mxfp4
@@ -457,3 +459,16 @@ def test_rotary_embeddings_that_sglang_computes_otherwise_are_refused() -> None:
     (sentence,) = problems(long | {"attention_factor": 1.25})
     assert "scales by 1.25 and SGLang by 1.1547," in sentence
     assert not problems(long | {"attention_factor": 1.25, "short_mscale": 1.25, "long_mscale": 1.25})
+
+
+def test_windows_that_sglang_computes_otherwise_are_refused_beyond_them() -> None:
+    def sentences(engine: str, longest: int, **settings: Any) -> list[str]:
+        plan: Any = SimpleNamespace(max_sequence_tokens=longest, max_eval_sequence_tokens=0)
+        policy: Any = SimpleNamespace(config=Phi3Config(**settings))
+        cfg = Config.model_construct(rollout=RolloutConfig.model_construct(engine=engine))
+        return list(_window_problems(cfg, plan, policy))
+
+    (sentence,) = sentences("sglang", 2048, sliding_window=2047)
+    assert "phi3: SGLang computes other windows than its 2047 tokens" in sentence and "may have 2048" in sentence
+    assert not sentences("sglang", 2047, sliding_window=2047) + sentences("sglang", 2048)
+    assert not sentences("torch", 2048, sliding_window=2047)

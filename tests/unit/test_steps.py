@@ -20,7 +20,7 @@ def started(*, asked_to_stop: bool, newest: int | None) -> tuple[Steps[Any], moc
     calls.run.resume_point = SimpleNamespace(step=0, metrics=None, is_evaluated=False)
     calls.run.watch.agree_to_stop.return_value = asked_to_stop
     calls.run.watch.agree_to_stop_before_step.return_value = False
-    calls.saver.newest = newest
+    calls.saver.newest, calls.sampler.answers_beside = newest, False
     return Steps(calls.run, calls.policy, calls.saver, calls.handover, calls.sampler), calls
 
 
