@@ -6,6 +6,7 @@ It samples with the torch engine. There is no key: who reaches the port may use 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import json
@@ -54,9 +55,9 @@ FORMS: Mapping[str, CallForm] = {
 class Scored(NamedTuple):
     """A token of a text, with what the model itself says, at temperature 1."""
 
-    token_id: int
+    text: str
     logprob: float | None  # given the tokens before it; None of the first
-    best: Sequence[tuple[int, float]]  # tokens that are the most probable in its place, with their log-probabilities
+    best: Sequence[tuple[str, float]]  # tokens that are the most probable in its place, with their log-probabilities
 
 
 class EngineThread:
@@ -140,15 +141,19 @@ class Served:
         answers = []
         for response in (future.result() for future in sampled):
             action = action_of(self.tokenizer, response.token_ids, parse, stop_token_ids=self.stops)
+            read = call.cut(action)
+            stopped = read.text != action.text
             counted = replace(
-                call.cut(action),
-                is_cut=response.finish_reason == "length",
+                read,
+                is_cut=response.finish_reason == "length" and not stopped,
                 num_context_tokens=len(prompt),
                 num_tokens=len(response.token_ids),
             )
             answers.append(form.write(Reply(number=number, action=counted), body))
             if top is not None:
-                answers[-1]["choices"][0]["logprobs"] = self._chat_logprobs(prompt, response.token_ids, top)
+                is_whole = read.tool_calls or not stopped  # no stop takes calls away
+                said = response.token_ids if is_whole else self._until(response.token_ids, read.text)
+                answers[-1]["choices"][0]["logprobs"] = self._chat_logprobs(prompt, said, top)
         return answers[0] if count == 1 else _together(answers)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -225,14 +230,14 @@ class Served:
         ended = bool(sampled) and sampled[-1] in self.stops
         text = self._text(sampled[:-1] if ended else sampled, skip_special_tokens=True)
         stop = body.get("stop") or []
-        for mark in [stop] if isinstance(stop, str) else stop:
-            text, found, _ = text.partition(mark) if mark else (text, "", "")
-            ended = ended or bool(found)
+        ends = [text.find(mark) for mark in ([stop] if isinstance(stop, str) else stop) if mark and mark in text]
+        if ends:
+            text, ended = text[: min(ends)], True
+            sampled = self._until(sampled, text)
         echoes = bool(body.get("echo"))
         logprobs = None
         if body.get("logprobs") is not None:
-            scored = self._logprobs((*prompt, *sampled), int(body["logprobs"]))
-            logprobs = {name: values[0 if echoes else len(prompt) :] for name, values in scored.items()}
+            logprobs = self._logprobs(prompt, sampled, int(body["logprobs"]), echoes=echoes)
         return {
             "index": place,
             "text": (self._text(prompt) if echoes else "") + text,
@@ -240,45 +245,59 @@ class Served:
             "logprobs": logprobs,
         }
 
-    def _logprobs(self, token_ids: tuple[int, ...], top: int) -> dict[str, list[Any]]:
+    def _until(self, sampled: tuple[int, ...], text: str) -> tuple[int, ...]:
+        """Return the tokens that hold a text which a stop has cut: the stop may begin inside the last one."""
+
+        def holds(count: int) -> bool:
+            return self._text(sampled[:count], skip_special_tokens=True).startswith(text)
+
+        return sampled[: bisect.bisect_left(range(len(sampled)), True, key=holds)]
+
+    def _logprobs(
+        self, prompt: tuple[int, ...], sampled: tuple[int, ...], top: int, *, echoes: bool
+    ) -> dict[str, list[Any]]:
         """The log-probabilities of a text's tokens, as completions have them."""
-        scored = self._scores(token_ids, top)
-        tokens = [self._text((token,)) for token in token_ids]
-        tops = [self._by_text(one.best) or None for one in scored]
-        offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
+        scored = self._scores(prompt, sampled, top, echoes=echoes)
+        tokens = [one.text for one in scored]
+        tops = [_by_text(one.best) or None for one in scored]
+        begin = 0 if echoes else len(self._text(prompt))
+        offsets = [*itertools.accumulate(map(len, tokens), initial=begin)][:-1]
         own = [one.logprob for one in scored]
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
-
-    def _by_text(self, best: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return the log-probabilities of tokens by their texts: of those with the same one the most probable's."""
-        found: dict[str, float] = {}
-        for token, value in best:
-            found.setdefault(self._text((token,)), value)
-        return found
 
     def _chat_logprobs(self, prompt: tuple[int, ...], sampled: tuple[int, ...], top: int) -> dict[str, Any]:
         """Those of a response, as chat completions have them, with the token that ended it."""
 
-        def named(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text((token,))
+        def named(text: str, logprob: float | None) -> dict[str, Any]:
             # A token may be a part of a character.
             return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
-        scored = self._scores((*prompt, *sampled), top)[len(prompt) :]
         content = [
-            named(one.token_id, one.logprob) | {"top_logprobs": [named(*best) for best in one.best]} for one in scored
+            named(one.text, one.logprob) | {"top_logprobs": [named(*best) for best in one.best]}
+            for one in self._scores(prompt, sampled, top, echoes=False)
         ]
         return {"content": content, "refusal": None}
 
     @torch.no_grad()
-    def _scores(self, token_ids: tuple[int, ...], top: int) -> list[Scored]:
+    def _scores(self, prompt: tuple[int, ...], sampled: tuple[int, ...], top: int, *, echoes: bool) -> list[Scored]:
+        """Score the tokens of a response, and with `echoes` those of its prompt before them."""
+        token_ids, begin = (*prompt, *sampled), 1 if echoes else len(prompt)
+        given, asked = torch.tensor([token_ids], device=self.model.device), len(token_ids) - begin + 1
         with self.scoring:
-            logits = self.model(torch.tensor([token_ids], device=self.model.device)).logits[0, :-1].float()
-        logprobs = logits.log_softmax(-1).cpu()
-        own = logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+            logits = self.model(given, logits_to_keep=asked).logits[0, -asked:-1]  # a few models compute all of them
+        logprobs = logits.float().log_softmax(-1)
+        own = logprobs.gather(-1, given[0, begin:, None])[:, 0].tolist()
         values, ids = (found.tolist() for found in logprobs.topk(min(top, logprobs.shape[-1]), dim=-1))
-        best = [list(zip(*one, strict=True)) for one in zip(ids, values, strict=True)]
-        return [Scored(*one) for one in zip(token_ids, [None, *own], [[], *best], strict=True)]
+        scored = [Scored(self._piece(token_ids[0], begins=True), None, [])] if echoes else []
+        for place, (value, *best) in enumerate(zip(own, ids, values, strict=True), start=begin):
+            piece = functools.partial(self._piece, begins=place == len(prompt))
+            scored.append(Scored(piece(token_ids[place]), value, [*zip(map(piece, best[0]), best[1], strict=True)]))
+        return scored
+
+    def _piece(self, token: int, *, begins: bool) -> str:
+        """Return a token's part of a text; some tokenizers leave out a space with which a text begins."""
+        alone = self._text((token,))
+        return alone if begins else self._text((token, token))[len(alone) :]
 
     def _text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(
@@ -286,6 +305,14 @@ class Served:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _by_text(best: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return log-probabilities by their texts: of tokens with the same one the most probable's, which comes first."""
+    found: dict[str, float] = {}
+    for text, value in best:
+        found.setdefault(text, value)
+    return found
 
 
 def _num_top(body: Mapping[str, Any]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import socket
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.data.tokenizer import encode_prompt
@@ -29,6 +32,7 @@ CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 TEXT = "12 + 30 ="
+VARIED = {"max_tokens": 6, "temperature": 9.0, "seed": 0}  # six characters, no two the same
 ASKED = {"messages": [{"role": "user", "content": "a"}]}
 
 
@@ -87,7 +91,11 @@ def test_completions_are_the_models_own_with_its_logprobs(folder: Path, client: 
     best = found.logprobs.top_logprobs or []
     greedy_places = range(len(ids[0]), len(greedy))
     assert all(found.logprobs.token_logprobs[place] == max(best[place].values()) for place in greedy_places)
-    assert found.text.startswith(TEXT)
+    assert found.text.startswith(TEXT) and "".join(found.logprobs.tokens or []) == found.text
+    alone = client.completions.create(model="policy", prompt=TEXT, max_tokens=6, temperature=0, logprobs=2).choices[0]
+    assert alone.logprobs is not None
+    assert alone.logprobs.text_offset == (found.logprobs.text_offset or [])[len(ids[0]) :]
+    assert alone.logprobs.token_logprobs == pytest.approx(found.logprobs.token_logprobs[len(ids[0]) :], abs=1e-6)
     given = client.completions.create(model="policy", prompt=ids[0].tolist(), max_tokens=0, logprobs=1, echo=True)
     assert given.choices[0].logprobs is not None
     assert (given.choices[0].logprobs.token_logprobs or [])[1:] == pytest.approx(expected[: len(ids[0]) - 1], abs=1e-5)
@@ -119,6 +127,56 @@ def test_chat_logprobs_are_those_of_completions_and_of_the_engine(served: Served
         [completion.token_logprobs] * 2
     )
     assert client.chat.completions.create(messages=messages, **greedy).choices[0].logprobs is None
+
+
+def test_a_stop_cuts_the_logprobs_with_the_text(client: OpenAI) -> None:
+    """Of chat and of completions. Each token has one character."""
+    asked: dict[str, Any] = {"model": "policy"} | VARIED
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+
+    def chat(**more: Any) -> tuple[str, list[str], list[float], str]:
+        choice = client.chat.completions.create(messages=messages, logprobs=True, **asked, **more).choices[0]
+        content = (choice.logprobs and choice.logprobs.content) or []
+        tokens, logprobs = [one.token for one in content], [one.logprob for one in content]
+        return choice.message.content or "", tokens, logprobs, choice.finish_reason
+
+    def complete(**more: Any) -> tuple[str, list[str], list[float], str]:
+        choice = client.completions.create(prompt=TEXT, logprobs=0, **asked, **more).choices[0]
+        assert choice.logprobs is not None
+        own = [value or 0.0 for value in choice.logprobs.token_logprobs or []]
+        return choice.text, choice.logprobs.tokens or [], own, choice.finish_reason
+
+    for ask in (chat, complete):
+        text, tokens, logprobs, reason = ask()
+        assert (len(set(tokens)), reason) == (6, "length") and "".join(tokens) == text
+        for stops in ([text[2:4]], [text[3], text[2:4]], [text[:1]], [text[5]]):
+            end = min(text.find(stop) for stop in stops)
+            cut, before, own, why = ask(stop=stops)
+            assert ("".join(before), before, why) == (cut, tokens[:end], "stop")
+            assert own == pytest.approx(logprobs[:end], abs=1e-6)
+        assert ask(stop=["no such"]) == (text, tokens, logprobs, reason)
+
+
+def test_a_token_inside_which_a_stop_begins_is_the_last(served: Served) -> None:
+    asked = {"prompt": TEXT, "logprobs": 0} | VARIED
+    (plain,) = served.complete(asked)["choices"]
+    tokenizer, third = copy.deepcopy(served.tokenizer), plain["text"][2]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace(third, "[long]"), decoders.Fuse()])
+    (choice,) = replace(served, tokenizer=tokenizer).complete(asked | {"stop": "ng]"})["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (plain["text"][:2] + "[lo", "stop")
+    assert choice["logprobs"]["tokens"] == [*plain["text"][:2], "[long]"]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(plain["logprobs"]["token_logprobs"][:3], abs=1e-6)
+
+
+def test_tokens_are_the_text_where_a_tokenizer_leaves_out_its_first_space(served: Served) -> None:
+    """The decoder of Llama's tokenizers: joined, the tokens of a prompt and of a response are the text."""
+    tokenizer = copy.deepcopy(served.tokenizer)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    prompt, words = " 12 + 30", replace(served, tokenizer=tokenizer)
+    assert tokenizer.decode(tokenizer(" ", add_special_tokens=False).input_ids) == ""
+    (choice,) = words.complete({"prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True})["choices"]
+    assert choice["text"] == prompt[1:] == "".join(choice["logprobs"]["tokens"])
+    assert choice["logprobs"]["text_offset"] == [0, *range(len(prompt) - 1)]
 
 
 def test_seeds_repeat_and_requests_run_together(client: OpenAI) -> None:
