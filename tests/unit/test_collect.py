@@ -810,7 +810,7 @@ def test_an_evaluation_is_delivered_when_its_rewards_are_there() -> None:
     late, judged = judge(lambda _: 0.02), []
 
     def complete(pending: list[Any]) -> list[Any]:
-        """What a judge of whole groups does, in a thread."""
+        """Complete them as a judge of whole groups does, in a thread."""
         assert all(future.done() for _, future in pending)
         time.sleep(0.02)
         judged.extend(reversed(pending))

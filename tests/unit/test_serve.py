@@ -130,7 +130,7 @@ def test_chat_logprobs_are_those_of_completions_and_of_the_engine(served: Served
 
 
 def test_a_stop_cuts_the_logprobs_with_the_text(client: OpenAI) -> None:
-    """Of chat and of completions. Each token has one character."""
+    """Those of chat and of completions; each token has one character."""
     asked: dict[str, Any] = {"model": "policy"} | VARIED
     messages: list[Any] = [{"role": "user", "content": TEXT}]
 
