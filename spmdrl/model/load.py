@@ -313,7 +313,7 @@ def load_packed(
             f"requires; the first is {name}: {list(shape)} instead of {list(expected)}"
         )
     (policy,) = built
-    materialize_shards(policy, torch.device("cpu") if offload else device)
+    materialize_shards(policy, torch.device("cpu") if offload else device, buffers=device)
     for name, whole in started.items():
         _fill(model.get_parameter(name), whole)
     model.eval()  # no dropout: the engine has none, and the ratio must be exactly 1 before the first update
@@ -421,8 +421,9 @@ def _ranks_without_experts(conversions: Iterable[WeightRenaming | WeightConverte
 
 
 @torch.no_grad()
-def materialize_shards(policy: PackedModel, device: torch.device) -> None:
-    """Copy every shard into new memory on `device`, and quantize what is to be in few bits.
+def materialize_shards(policy: PackedModel, device: torch.device, *, buffers: torch.device) -> None:
+    """Copy every shard into new memory on `device`, and quantize what is to be in few bits. Buffers, which FSDP leaves
+    where they are, go to where the model computes.
 
     safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone
     overwrites the directory.
@@ -448,7 +449,7 @@ def materialize_shards(policy: PackedModel, device: torch.device) -> None:
             num_freed_bytes = 0
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+            module.register_buffer(name, buffer.to(buffers), persistent=name not in module._non_persistent_buffers_set)
 
 
 @torch.no_grad()

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
+from spmdrl.tools.tiny_model import save_tiny_model
 from tests.helpers.emulated_runs import EmulatedRun, run_on_devices
 from tests.helpers.models import save_qwen3_moe, save_qwen3_next
 from tests.helpers.small_run import (
     assert_same_weights,
     launch,
+    model_and_sums,
     rows,
     sample_rows,
     steady_rows,
@@ -43,20 +44,12 @@ def dense(folder: Path) -> dict[str, Any]:
     return sums_from_files(folder)
 
 
-def with_tokenizer(save: Callable[..., Any], folder: Path, **sizes: Any) -> dict[str, Any]:
-    tokenizer = character_tokenizer()
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    save(folder / "model", vocab_size=len(tokenizer), **ids, **sizes)
-    tokenizer.save_pretrained(folder / "model")
-    return sums_from_files(folder)
-
-
 def mixture(folder: Path) -> dict[str, Any]:
-    return with_tokenizer(save_qwen3_moe, folder, num_experts=8)
+    return model_and_sums(save_qwen3_moe, folder, num_experts=8)
 
 
 def hybrid(folder: Path) -> dict[str, Any]:
-    return with_tokenizer(save_qwen3_next, folder)
+    return model_and_sums(save_qwen3_next, folder)
 
 
 def images(folder: Path) -> dict[str, Any]:

@@ -85,5 +85,5 @@ def change_adapters(policy: Policy, amount: float) -> None:
     tensors = policy.adapters.trained
     for number, (name, tensor) in enumerate(tensors.items()):
         generator = torch.Generator().manual_seed(number)
-        tensors[name] = tensor + amount * torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + amount * torch.randn(tensor.shape, generator=generator).to(tensor)
     policy.adapters.load(tensors)

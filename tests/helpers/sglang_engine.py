@@ -161,7 +161,7 @@ def trainer_logprobs(policy: Policy, sequences: list[tuple[int, ...]]) -> list[t
             rewards=filler,
             baseline_rewards=filler,
         )
-        found.append(policy(batch).logprobs[1:])
+        found.append(policy(batch).logprobs[1:].cpu())
     return found
 
 

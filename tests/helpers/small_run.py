@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl.report import Report
-from spmdrl.tools.tiny_model import save_tiny_model
+from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
 from spmdrl.train import main
 from tests.helpers.ranks import run_ranks
 
@@ -117,6 +117,15 @@ def sums_from_files(folder: Path) -> dict[str, Any]:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         tables[table] = {"sources": [{"kind": "jsonl", "path": f"{path}"}]}
     return tables
+
+
+def model_and_sums(save: Callable[..., Any], folder: Path, **sizes: Any) -> dict[str, Any]:
+    """Write a model of another family with a tokenizer, and sums; return the tables of a run that reads them."""
+    tokenizer = character_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    save(folder / "model", vocab_size=len(tokenizer), **ids, **sizes)
+    tokenizer.save_pretrained(folder / "model")
+    return sums_from_files(folder)
 
 
 def torchrun_command(num_ranks: int, *arguments: str, max_restarts: int = 0) -> list[str]:

@@ -21,23 +21,16 @@ SECTIONS = (
 )
 UNTESTED: Mapping[str, tuple[str, ...]] = {
     "Adapters": (
-        "Adapters on a frozen base in bfloat16 learn; the embedded engine samples with them after each refit.",
-        "SGLang computes adapters of several versions in one batch (`csgmv`; `triton` with experts), takes them as "
-        "CUDA tensors, and keeps the base while it sleeps.",
-        "A base in 4 or 8 bits computes on CUDA what it computes on a CPU, in less memory, as the planner says.",
         "8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says.",
     ),
     "Images": (
-        "SGLang samples answers to prompts with images, which it reads as the trainer does.",
-        "A vision model trains on a GPU, its tower frozen or not, within the memory that the planner says "
-        "(`configs/qwen3-vl-4b-geo3k-1node.toml`).",
+        "`configs/qwen3-vl-4b-geo3k-1node.toml` trains within the memory that the planner says.",
     ),
     "Whole machines": (
         "The shipped configurations that train whole models run on the machines that they name, within the memory that "
         "the planner says.",
         "Ranks on several nodes train together, started by torchrun, SLURM or Kubernetes.",
         "The image of `launch/Dockerfile` can be built, and trains.",
-        "SGLang samples from models with gated delta nets, and takes their weights in a refit.",
     ),
 }
 

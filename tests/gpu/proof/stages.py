@@ -68,6 +68,7 @@ STAGES: Mapping[str, Stage] = {
             gpu_tests("correction", limit_s=60.0),
             gpu_tests("policy_losses", limit_s=60.0),
             gpu_tests("runs", limit_s=150.0),
+            gpu_tests("adapters", limit_s=90.0),
             gpu_tests("many_devices", limit_s=90.0, expected=TWO_DEVICES),
             gpu_tests("context", limit_s=120.0, expected=TWO_DEVICES),
         ),
@@ -88,6 +89,16 @@ STAGES: Mapping[str, Stage] = {
                 ),
             ),
             gpu_tests("sglang", limit_s=400.0, alone=True),
+        ),
+    ),
+    "5": Stage(
+        about="SGLang with adapters, images, experts in fp8 and gated delta nets; run it with --at-once 3",
+        budget_s=510.0,
+        facts=FACTS,
+        steps=(
+            gpu_tests("sglang_adapters", limit_s=400.0),
+            gpu_tests("images", limit_s=300.0),
+            gpu_tests("sglang_families", limit_s=400.0),
         ),
     ),
     "3": Stage(
