@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prove on a GPU what no CPU can show, without network: one stage a command, each below ten minutes.
-#   usage: launch/gpu_proof.sh STAGE [--at-once N] [--only STEP ...]      docs/gpu.md says what the stages 1 to 4 show
+#   usage: launch/gpu_proof.sh STAGE [--at-once N] [--only STEP ...]      docs/gpu.md says what the stages 1 to 5 show
 #   BUNDLE=bundle           what launch/make_bundle.sh wrote; where it is not, what is installed is used
 #   OUT=runs/gpu-proof      where gpu-proof-STAGE.json and gpu-proof-STAGE.log go
 #   PYTHON=python3          the interpreter

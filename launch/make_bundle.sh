@@ -26,7 +26,7 @@ imported=(
     pydantic_core==2.50.4 pyzmq setproctitle sniffio starlette truststore typing-inspection uvicorn xgrammar==0.2.7
 )
 ours=(
-    antlr4-python3-runtime==4.13.2 docstring-parser==0.18.0 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
+    antlr4-python3-runtime==4.13.2 bitsandbytes==0.50.2 docstring-parser==0.18.0 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
     pytest-timeout==2.4.0 tomlkit==0.15.2
 )
 
@@ -49,6 +49,7 @@ for file in "$work"/wheels/*.whl; do "$python" -m zipfile -e "$file" "$site"; do
 # Three quarters of the size are kernels for other GPUs, fa3, and parts of SGLang that rollouts do not use.
 rm -rf "$site"/sglang/{benchmark,multimodal_gen,test} "$site"/sglang/srt/rust_extensions/*.so "$site/triton_kernels"
 find "$site/sgl_kernel" -name '*.so' ! -path '*/sm90/common_ops*' -delete
+find "$site" -name 'libbitsandbytes_*.so' ! -name '*_cuda130.so' ! -name '*_cpu.so' -delete
 # The prefix cache in Rust is built for a later torch, and reads tensors of 2.11 wrongly. Without it SGLang takes its own
 # in Python.
 rm -f "$site"/sglang/srt/mem_cache/rust_tree_core/*.so

@@ -21,6 +21,7 @@ from tests.helpers.models import save_qwen3
 from tests.helpers.sglang_adapters import loaded, requests, three_versions, versions_of, worst
 from tests.helpers.sglang_engine import Rank, answers, rank_with_engine, settings
 
+
 def mismatch(rank: Rank) -> str:
     """The message about a tensor that arrives otherwise; the engine survives."""
     real = sglang_adapters.digest

@@ -5,9 +5,11 @@ Its layers compute in torch here: `tests/helpers/sglang_fp8.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -20,7 +22,7 @@ from spmdrl.refit.refit import RefitMismatch
 from spmdrl.types import UserError
 from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.few_bits import save_deepseek_in_fp8, save_gpt_oss_in_mxfp4
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_moe
 from tests.helpers.sglang_engine import answers, change, greedy, prompts, rank_with_engine, settings, worst_difference
 
 SIZES = {
@@ -30,6 +32,7 @@ SIZES = {
     "head_dim": 128,
     "num_hidden_layers": 2,
 }
+EXPERTS = {"num_experts": 5, "moe_intermediate_size": 128}
 FP8 = {"quantization": "fp8"}
 CORRECTION = {"kind": "tis"}
 
@@ -132,9 +135,12 @@ def other_list(path: str) -> str:
     return "nothing was noticed"
 
 
-def test_sglang_holds_the_integers_that_were_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("save", "sizes"), [(save_qwen3, {}), (save_qwen3_moe, EXPERTS)], ids=["dense", "experts"])
+def test_sglang_holds_the_integers_that_were_sent(
+    tmp_path: Path, save: Callable[..., str], sizes: dict[str, int]
+) -> None:
     published = [save_gpt_oss_in_mxfp4(tmp_path / "mxfp4"), save_deepseek_in_fp8(tmp_path / "fp8")]
-    (found,) = run_engine_ranks(1, refits, save_qwen3(tmp_path / "qwen3", **SIZES), published)
+    (found,) = run_engine_ranks(1, refits, save(tmp_path / "model", **SIZES, **sizes), published)
     assert found["sglang"] == found["published"] == []
     assert found["with"] < 1e-4 and found["without"] > 100 * found["with"]
     assert "does not hold the trainer's weights" in found["corrupt"]

@@ -31,8 +31,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 
 
 def versions(path: str, modules: list[str] | None, backend: dict[str, Any]) -> dict[str, Any]:
-    """Mean differences from the trainer's log-probabilities after each of two sleeps, from those without adapters, and of
-    three versions in one batch; and the versions with which the base was sent."""
+    """Mean differences from the trainer's log-probabilities: after each of two sleeps, without adapters, and of three
+    versions in one batch; and the versions with which the base was sent."""
     lora = {"rank": 8, "alpha": 16.0} | ({"targets": modules} if modules else {})
     sglang = backend.get("sglang", {}) | {"max_loras_per_batch": 4}
     cfg = settings(path, 1, lora=lora, **backend | {"sglang": sglang})
@@ -71,9 +71,10 @@ def versions(path: str, modules: list[str] | None, backend: dict[str, Any]) -> d
 def test_versions_in_one_batch_are_each_the_trainers(
     tmp_path: Path, save: Callable[..., str], modules: list[str] | None
 ) -> None:
-    path = save(tmp_path, **SIZES, **({"num_experts": 8, "moe_intermediate_size": 64} if save is save_qwen3_moe else {}))
+    path = save(
+        tmp_path, **SIZES, **({"num_experts": 8, "moe_intermediate_size": 64} if save is save_qwen3_moe else {})
+    )
     (found,) = run_ranks(1, versions, path, modules, BACKENDS | LITTLE, timeout_s=540.0)
-    print(found)
     require_versions(found)
 
 

@@ -6,6 +6,7 @@ too, with a scale for each token and 128 of its numbers.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ def install() -> None:
         "Fp8LinearMethod.process_weights_after_loading": stay_as_loaded,
         "Fp8LinearMethod.apply": multiply,
         "Fp8Config.get_supported_act_dtypes": any_dtype,
+        "Fp8MoEMethod.process_weights_after_loading": stay_as_loaded,
+        "Fp8MoEMethod.apply": multiply_by_experts,
     }.items():
         HookRegistry.register(f"{_MODULE}.{name}", replacement, HookType.REPLACE)
 
@@ -41,3 +44,18 @@ def any_dtype(*_: Any) -> list[torch.dtype]:
 def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply activations with a layer's weight."""
     return F.linear(x, dequantized(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
+
+
+def multiply_by_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Send tokens through their experts, by SGLang's own code for weights that are not in fp8."""
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    weights = {
+        name: dequantized(getattr(layer, name), getattr(layer, f"{name}_scale_inv")).to(x.dtype)
+        for name in ("w13_weight", "w2_weight")
+    }
+    experts = SimpleNamespace(num_experts=layer.num_experts, **weights)
+    found = moe_forward_native(experts, x, dispatch_output.topk_output, method.moe_runner_config)  # type: ignore[arg-type]
+    return StandardCombineInput(hidden_states=found)

@@ -41,4 +41,3 @@ def require_learnt(steps: list[dict[str, Any]], *, mean_nats: float = 0.05) -> N
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
     found = [row["mismatch/mean_abs_nats"] for row in steps]
     assert all(nats < mean_nats for nats in found), found
-    print("rewards", [row["reward/mean"] for row in steps], "nats", found)

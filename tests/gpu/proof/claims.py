@@ -23,9 +23,7 @@ UNTESTED: Mapping[str, tuple[str, ...]] = {
     "Adapters": (
         "8B on one GPU of 80 GB and 32B on eight train with adapters within the memory that the planner says.",
     ),
-    "Images": (
-        "`configs/qwen3-vl-4b-geo3k-1node.toml` trains within the memory that the planner says.",
-    ),
+    "Images": ("`configs/qwen3-vl-4b-geo3k-1node.toml` trains within the memory that the planner says.",),
     "Whole machines": (
         "The shipped configurations that train whole models run on the machines that they name, within the memory that "
         "the planner says.",
