@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_problems
 from spmdrl.engine.sglang.libraries import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
-from spmdrl.engine.sglang.options import SGLangOptions, _graph_problems, sglang_options
+from spmdrl.engine.sglang.options import SGLangOptions, _device_problems, _graph_problems, sglang_options
 from spmdrl.engine.sglang.requests import RouteReader, image_problems, route_problems
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.inputs import _window_problems
@@ -42,6 +43,7 @@ from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
 from tests.helpers.few_bits import save_gpt_oss_in_mxfp4
 from tests.helpers.models import GATED_DELTA_NET, SIZES, config_of, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
+from tests.helpers.vision_models import save_qwen3_vl
 
 PATH = {"LD_LIBRARY_PATH": "/cuda/lib:/before"}
 BOTH = 'offload.engine=["kv_cache", "cuda_graph"]'
@@ -180,6 +182,25 @@ def test_attention_without_its_kernels_is_told_before_the_start(packages: Path) 
     assert attention_problem("triton", hopper) is None
     (packages / "sgl_kernel" / "flash_ops.py").touch()
     assert attention_problem("fa3", hopper) is attention_problem(None, hopper) is None
+
+
+@pytest.mark.parametrize(("save", "is_told"), [(save_qwen3, False), (save_qwen3_vl, True)])
+def test_the_kernels_of_a_tower_are_looked_for_too(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], str], is_told: bool
+) -> None:
+    fake_packages.make_package(packages, "sglang-kernel", version="0.4.5", module="sgl_kernel")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(libraries, "start_problem", lambda _: None)
+    path = save(tmp_path / "model")
+    given = (f"model.path={path}", "rollout.attention_backend=triton")
+    told = list(_device_problems(config(tmp_path, *given), AutoConfig.from_pretrained(path)))
+    assert len(told) == is_told
+    assert all(
+        said.startswith("rollout.sglang.mm_attention_backend is not set") and said.endswith('set it to "triton_attn"')
+        for said in told
+    )
+    chosen = config(tmp_path, *given, "rollout.sglang.mm_attention_backend=triton_attn")
+    assert list(_device_problems(chosen, AutoConfig.from_pretrained(path))) == []
 
 
 LORA = ("lora.rank=4",)

@@ -49,16 +49,22 @@ def kernel_problem(torch_version: str) -> str | None:
     return None
 
 
-def attention_problem(backend: str | None, capability: tuple[int, int]) -> str | None:
+def attention_problem(
+    backend: str | None,
+    capability: tuple[int, int],
+    *,
+    setting: str = "rollout.attention_backend",
+    instead: str = "triton",
+) -> str | None:
     """Explain why the attention kernels that SGLang would use on a device of this compute capability are not there.
 
-    None when they are. `backend` is `rollout.attention_backend`; unset, SGLang chooses FlashAttention 3 on Hopper.
+    None when they are. `backend` is the setting's value; unset, SGLang chooses FlashAttention 3 on Hopper.
     """
     by_default = backend is None and capability[0] == 9
     if not (backend == "fa3" or by_default) or importlib.util.find_spec(f"{_MODULE}.flash_ops") is not None:
         return None
     set_to = 'is not set, and SGLang\'s own choice for this device is "fa3"' if by_default else '= "fa3"'
-    return f'rollout.attention_backend {set_to}, but {DISTRIBUTION} is here without those kernels; set it to "triton"'
+    return f'{setting} {set_to}, but {DISTRIBUTION} is here without those kernels; set it to "{instead}"'
 
 
 def _cause(error: Exception) -> str:

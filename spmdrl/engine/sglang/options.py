@@ -33,7 +33,7 @@ from spmdrl.engine.sglang.models import (
 from spmdrl.engine.sglang.requests import RouteReader, image_arguments, image_problems, route_problems
 from spmdrl.engine.sglang.surroundings import check_orphans, stand_ins, startup_path
 from spmdrl.engine.sglang.transport import shared_memory_problem, wanted_transport
-from spmdrl.families import family_of
+from spmdrl.families import family_of, vision_family
 from spmdrl.model.exact import sglang_kernels
 from spmdrl.model.load import compute_dtype
 from spmdrl.types import UserError
@@ -119,7 +119,7 @@ def sglang_problems(
     if local_rank() == 0:  # one rank of each machine looks
         check_orphans()
     if device_type == "cuda":
-        yield from _device_problems(cfg)
+        yield from _device_problems(cfg, model_config)
     yield from _argument_problems(cfg.rollout.sglang)
     yield from _graph_problems(cfg)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
@@ -184,13 +184,19 @@ def _cache_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def _device_problems(cfg: Config) -> Iterator[str]:
+def _device_problems(cfg: Config, model_config: Any) -> Iterator[str]:
+    capability = torch.cuda.get_device_capability()
     # With true_on_policy the trainer needs the same kernels, and says so itself.
     is_chosen = {"prefill_attention_backend", "decode_attention_backend"} <= cfg.rollout.sglang.keys()
     if not (cfg.true_on_policy or is_chosen) and (
-        problem := libraries.attention_problem(cfg.rollout.attention_backend, torch.cuda.get_device_capability())
+        problem := libraries.attention_problem(cfg.rollout.attention_backend, capability)
     ):
         yield problem
+    if vision_family(model_config) is not None:  # a tower has kernels of its own, which are looked for at an image
+        of_tower = {"setting": "rollout.sglang.mm_attention_backend", "instead": "triton_attn"}
+        chosen = cfg.rollout.sglang.get("mm_attention_backend")
+        if problem := libraries.attention_problem(chosen, capability, **of_tower):
+            yield problem
     has_saver = cfg.rollout.placement == "colocated"
     if has_saver and (problem := libraries.start_problem(libraries.library_path())):
         yield (
