@@ -88,9 +88,8 @@ class LocalSampler(Sampler):
         self._held_out = run.inputs.held_out[meshes.engine_index :: meshes.num_engines] if engine.leads else []
         self._stop_token_ids = run.inputs.stop_token_ids
         self._rules = rules = training_rules(cfg, run.plan)
-        # The policy judges when nothing else is sampled, and the best are saved with their evaluation.
-        saves_best = cfg.checkpoint.keep_best is not None
-        self.answers_beside = rules.carries_over and not run.plan.max_judged_tokens and not saves_best
+        # The policy judges when nothing else is sampled.
+        self.answers_beside = rules.carries_over and not run.plan.max_judged_tokens
         self._env_context = _open_env_context(run) if engine.leads else None
         self._rewards, self._policy_judge = run.rewards, _open_policy_judge(run, engine)
         self._answers, self._judging = HeldOutAnswers(), ThreadPoolExecutor(1, "judges")

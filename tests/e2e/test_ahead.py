@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spmdrl.checkpoint.manifest import newest_step
+from spmdrl.checkpoint.manifest import newest_step, saved_steps
 from spmdrl.report.files import read_rows
 from spmdrl.tools import replay
 from tests.helpers.cuts import after_phases, cut, entering, nowhere
@@ -96,8 +96,12 @@ def test_a_deterministic_run_repeats_and_resumes_after_kills_bit_for_bit(
 @pytest.mark.timeout(3000)
 def test_20_kills_at_random_moments_change_no_bit(folder: Path) -> None:
     """Where refits are in flight: an engine rank beside one that trains, one of which is killed."""
-    settings = (*SETTINGS, *IN_FLIGHT[1:], "rollout.num_ranks=1", "run.num_steps=8", "checkpoint.keep_last=2")
+    retained = ("checkpoint.keep_last=2", "checkpoint.keep_best=eval/reward")
+    settings = (*SETTINGS, *IN_FLIGHT[1:], "rollout.num_ranks=1", "run.num_steps=8", *retained)
     launch(folder, 2, *settings, "run.name=unharmed")
+    steps = saved_steps(folder / "runs/unharmed/checkpoints")
+    rewards = {row["step"]: row["eval/reward"] for row in steady_rows(folder / "runs/unharmed")[1:]}
+    assert steps == sorted({7, 8, max(rewards, key=lambda step: (rewards[step], -step))})
     moments, num_kills = random.Random(37), 0
     while num_kills < 20:
         name = f"killed-after-{num_kills}"
@@ -112,6 +116,7 @@ def test_20_kills_at_random_moments_change_no_bit(folder: Path) -> None:
                 assert "died without a word" in str(error), error
                 num_kills += 1
         assert_same_run(folder / "runs/unharmed", folder / f"runs/{name}")
+        assert saved_steps(folder / f"runs/{name}/checkpoints") == steps
 
 
 @pytest.mark.slow

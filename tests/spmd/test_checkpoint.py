@@ -54,24 +54,25 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
         learner = start_learner(path, meshes)
         saver = _saver(Path(folder), learner, meshes, keep_last=2, keep_best="eval/reward")
         states, written = [], []
-        for step, reward in ((1, 0.5), (2, 0.1), (3, 0.2), (4, 0.3)):
+        for step, reward in ((1, 0.1), (2, 0.5), (3, 0.2), (4, 0.3)):
             update_once(learner, meshes, step=step)
             states.append(full_state(learner))
+            measured = {"eval/reward": reward, "update/lr": float("nan")}
             saver.save(
                 step,
-                metrics={"eval/reward": reward, "update/lr": float("nan")},
+                metrics=measured if step % 2 else {},
                 collector={"cursor": step, "sampling": {}, "carried": []},
             )
-            if step == 3:
-                saver.amend(metrics={"eval/reward": 0.25})  # perhaps while it is written
+            if step % 2 == 0 or step == 3:  # evaluated later, perhaps while it is written
+                saver.amend(metrics=measured if step != 3 else {"eval/reward": 0.25})
             written += [metrics["checkpoint/write_s"].value() for metrics in [saver.check()] if metrics]
         saver.wait()
         written.append(saver.check()["checkpoint/write_s"].value())
         assert min(written) > 0
         assert saver.check() == {}
         if world.is_main:
-            # 1 was the best, 3 and 4 the last.
-            assert saved_steps(Path(folder)) == [1, 3, 4]
+            # 2 was the best, 3 and 4 the last.
+            assert saved_steps(Path(folder)) == [2, 3, 4]
             metrics_of = {step: Manifest.read(folder_of(Path(folder), step)).metrics for step in (3, 4)}
             assert metrics_of == {3: {"eval/reward": 0.25}, 4: {"eval/reward": 0.3}}
         with pytest.raises(UserError, match="eval/accuracy"):
@@ -112,8 +113,8 @@ def test_any_number_of_ranks_loads_what_was_there(qwen3: str, tmp_path: Path) ->
     saved = run_ranks(2, _saved_while_training, qwen3, str(tmp_path))[0]
     assert not list(tmp_path.glob("*.*")), "something is unfinished"
     for num_ranks in (1, 4):
-        restored = run_ranks(num_ranks, _restored, qwen3, str(tmp_path), [1, 3])[0]
-        for state, step in zip(restored, (1, 3), strict=True):
+        restored = run_ranks(num_ranks, _restored, qwen3, str(tmp_path), [2, 3])[0]
+        for state, step in zip(restored, (2, 3), strict=True):
             expected = saved[step - 1]
             assert state.keys() == expected.keys()
             for name in state:
