@@ -26,6 +26,9 @@ class SGLangFamily:
     splits_embedding: bool = True  # False: every device of an engine has it whole
     has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
     has_other_windows: bool = False  # than the model: none at all, or one token more
+    has_bare_attention: bool = False  # layers have the weights of their attention directly
+    copies_embedding: bool = False  # its head is a copy of the embedding, where the two are tied
+    has_unused: tuple[str, ...] = ()  # ends of the names of parameters that nothing is computed with
     checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
 
 
@@ -155,7 +158,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         classes="FalconH1",
         mamba2=Mamba2(mixer="Mixer", has_multipliers=True),
         logits=LogitSetting("lm_head_multiplier", "factor"),
-        sglang=_UNTRIED,
+        sglang=SGLangFamily(is_tried=False, has_bare_attention=True, has_unused=(".q_norm.weight", ".k_norm.weight")),
     ),
     "nemotron_h": ModelFamily(
         classes="NemotronH",
@@ -169,7 +172,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         sglang=_UNTRIED,
     ),
-    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=_UNTRIED),
+    "lfm2": ModelFamily(
+        classes="Lfm2", has_short_convs=True, sglang=SGLangFamily(is_tried=False, copies_embedding=True)
+    ),
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
     "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
     "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),

@@ -1,32 +1,80 @@
-"""Ask SGLang about a model of each type that is trained: `python -m docs.gen.models_sglang [NAME ...]`.
+"""Ask SGLang about a model of each type that is trained: `python -m docs.gen.models_sglang [NAME ...] [OPTION ...]`.
 
 Writes docs/gen/models-sglang.json, from which docs/models.md takes its column "engine tested": the row of SGLang of
-`spmdrl model`, in float32 on this machine's CPU, and the versions that gave it. SGLang finds its class by the type, so
-a type's first model with released settings speaks for those that are not asked about. Engines start as those of the
-tests do, in processes that are forked from one which has imported SGLang: two seconds each in the place of twenty.
+`spmdrl model`, and the versions that gave it. SGLang finds its class by the type, so a type's first model with released
+settings speaks for those that are not asked about. Every model is asked about in a process group of its own, which ends
+with the answer or at its limit of time; what it wrote, where the answer is not yes, is in a log beside the answers.
+
+On a CPU it computes in float32, and engines start as those of the tests do, in processes that are forked from one which
+has imported SGLang: two seconds each in the place of twenty. With `--device cuda` SGLang computes in float32 too, with
+its own torch code in the place of kernels that take 16 bits alone, and with Triton's in full precision; a model that
+does not compute so is asked about again in bfloat16, with all of SGLang's kernels. Remarks say which of the two it was.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest.mock import patch
 
+from spmdrl.dist.launcher import free_port
 from spmdrl.tools.model_source import released
-from tests.helpers.engine_ranks import run_engine_ranks
 
 RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
+# Those that only a device can answer for, or where the answer matters most, before the others.
+_FIRST = (
+    *("nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "gemma4_text", "gemma4", "ministral3", "phi", "phi3"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"),
+    *("exaone4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "gemma2", "glm4_moe_lite", "minimax_m2"),
+    *("granitemoe", "ernie4_5_moe", "starcoder2", "cohere2", "longcat_flash", "mimo_v2_flash", "apertus"),
+)
+# Refusals of what was never tried, which `--untried` leaves out to try it.
+_UNTRIED = re.compile(
+    "was not tried with SGLang|layout in SGLang is not known here|no kernels on a CPU|SGLang knows only models in which"
+)
 _PACKAGES = ("spmdrl", "sglang", "transformers", "torch")
-_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", re.MULTILINE)  # the last line of a traceback
-_MOST_CHARACTERS = 200
+_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|OutOfResources)\b.*", re.MULTILINE)  # the end of a traceback
+_MISMATCH = "the engine does not hold"  # the trainer's weights
+_MOST_CHARACTERS, _LAST_LINES = 200, 40
+_POLL_S = 0.1
+# Of SGLang on a device in float32: torch's code for its own operators, and no TF32 in Triton's products.
+_IN_FLOAT32 = {
+    **{"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
+}
+
+Answer = list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How to ask about a model."""
+
+    name: str
+    folder: str  # where its process leaves the answer and what it wrote
+    device: str = "cpu"
+    dtype: str = "float32"
+    untried: bool = False
+    slot: int = 0  # among those that are asked about at once
+
+    def file(self, kind: str) -> Path:
+        """Return its own file of this kind."""
+        return Path(self.folder, f"{self.name}-{self.dtype}.{kind}")
 
 
 def names() -> list[str]:
@@ -38,57 +86,200 @@ def names() -> list[str]:
     return list(first.values())
 
 
-def answer_on_rank(name: str) -> tuple[str, str]:
+def in_order(asked: Sequence[str]) -> list[str]:
+    """Sort models by what their answers are worth on a device."""
+    place = {kind: number for number, kind in enumerate(_FIRST)}
+    return sorted(asked, key=lambda name: place.get(released()[name]["config"]["model_type"], len(place)))
+
+
+# In the process of one model.
+
+
+def ask(asking: Asking) -> None:
+    """Leave SGLang's answer about a model in its file; run in a process of its own."""
+    os.setsid()
+    log = os.open(asking.file("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: f"{value}" for name, value in place.items()} | {"MASTER_PORT": f"{free_port()}"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if asking.device == "cpu":
+            from tests.helpers.engine_ranks import with_spares
+
+            found = with_spares(answer_of, asking)
+        else:
+            os.environ |= _IN_FLOAT32 if asking.dtype == "float32" else {}
+            found = answer_of(asking)
+    except BaseException as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        found = ["no", said, traceback.format_exc()]
+    asking.file("json").write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)  # a process that used FSDP2 may abort when it exits by itself
+
+
+def answer_of(asking: Asking) -> Answer:
     """Give the answer and the remark of SGLang's row."""
+    import torch
+
+    from spmdrl.engine.sglang import options
+    from spmdrl.tools import model_rows
     from spmdrl.tools.model import answers, quiet
-    from spmdrl.tools.model_rows import SGLANG
     from spmdrl.tools.model_source import source_of
 
-    quiet()
-    with tempfile.TemporaryDirectory(prefix="model-") as folder:
-        (verdict,) = answers(source_of(name), Path(folder), (SGLANG,))
-        return verdict.answer, verdict.remark.replace(f"{folder}/", "")
+    quiet(on_cpu=asking.device == "cpu")
+    torch.set_num_threads(1)
+    problems, ports = model_rows.SGLangEngine.problems, options._free_port
+
+    def untried(*arguments: Any, **settings: Any) -> Iterator[str]:
+        return (text for text in problems(*arguments, **settings) if not _UNTRIED.search(text))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="model-") as folder,
+        patch.object(model_rows.SGLangEngine, "problems", untried) if asking.untried else nullcontext(),
+        patch.object(options, "_free_port", lambda _: ports(asking.slot)),
+        patch.object(options, "check_orphans", lambda: None),  # the others that are asked about
+    ):
+        question = (model_rows.SGLANG,)
+        (verdict,) = answers(source_of(asking.name), Path(folder), question, dtype=asking.dtype)
+        return [verdict.answer, verdict.remark.replace(f"{folder}/", "")]
 
 
-def answers_of(asked: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each model and its answer; where SGLang fails, the remark is what its processes raised."""
-    with _errors() as log:
-        for name in asked:
-            before = log.seek(0, os.SEEK_END)
-            try:
-                ((found, remark),) = run_engine_ranks(1, answer_on_rank, name)
-            except AssertionError as error:  # the rank's traceback
-                found, remark = "no", f"{error}".strip().splitlines()[-1]
-            log.seek(before)
-            raised = _RAISED.findall(log.read().decode(errors="replace"))
-            if found != "yes" and raised:
-                remark = f"SGLang: {raised[-1]}"
-            yield name, [found, remark if len(remark) <= _MOST_CHARACTERS else f"{remark[:_MOST_CHARACTERS]}..."]
+# In the process that asks about all.
 
 
-@contextlib.contextmanager
-def _errors() -> Iterator[IO[bytes]]:
-    """Collect what this process and those that it starts write to their standard error."""
-    own = os.dup(2)
-    with tempfile.TemporaryFile() as log:
-        os.dup2(log.fileno(), 2)
+def answers_of(
+    asked: Sequence[str], *, device: str = "cpu", at_once: int = 1, limit_s: float = 250.0, untried: bool = False
+) -> Iterator[tuple[str, Answer, str]]:
+    """Yield the name of each model, its answer, and what its processes wrote, as they come; the remark of a failure is
+    what SGLang raised. On a device, those that fail to compute in float32 come again, at the end, in bfloat16."""
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        waiting = [Asking(name, folder, device=device, untried=untried) for name in reversed(asked)]
+        again: list[Asking] = []
+        running: dict[int, tuple[Any, Asking, float]] = {}  # by slot
         try:
-            yield log
+            while waiting or running or again:
+                if not waiting and again:
+                    waiting, again = again[::-1], []
+                while waiting and (free := sorted(set(range(at_once)) - running.keys())):
+                    asking = replace(waiting.pop(), slot=free[0])
+                    running[free[0]] = (_started(asking), asking, time.monotonic() + limit_s)
+                time.sleep(_POLL_S)
+                for slot, (process, asking, end) in list(running.items()):
+                    if process.is_alive() and time.monotonic() < end:
+                        continue
+                    _end(process)
+                    del running[slot]
+                    answer, log, has_computed = _found(asking, limit_s)
+                    yield asking.name, answer, log
+                    if device == "cuda" and asking.dtype == "float32" and not has_computed:
+                        again.append(replace(asking, dtype="bfloat16"))
         finally:
-            os.dup2(own, 2)
-            os.close(own)
+            for process, _, _ in running.values():
+                _end(process)
 
 
-def main(given: Sequence[str]) -> None:
+def _started(asking: Asking) -> Any:
+    """Start the process of a model: on a CPU from a server that has imported SGLang."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if asking.device == "cpu":
+        from tests.helpers import engine_ranks
+
+        server = engine_ranks._SERVER
+    else:
+        server.set_forkserver_preload(["spmdrl.tools.model"])
+    with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process = multiprocessing.get_context("forkserver").Process(target=ask, args=(asking,))
+        process.start()
+    return process
+
+
+def _end(process: Any) -> None:
+    """End a process and those that it has started."""
+    for end in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or has not made its group yet
+            end()
+    process.join()
+
+
+def _found(asking: Asking, limit_s: float) -> tuple[Answer, str, bool]:
+    """Return the answer, what was written, and False when nothing was computed."""
+    log = asking.file("log").read_text(encoding="utf-8", errors="replace") if asking.file("log").exists() else ""
+    if not asking.file("json").exists():
+        return ["no", f"no answer within {limit_s:g} s, or its process died"], log, False
+    answer, remark, *trace = json.loads(asking.file("json").read_text(encoding="utf-8"))
+    has_computed = " nats" in remark
+    if answer != "yes" and not has_computed and (raised := _RAISED.findall(log)):
+        remark = f"SGLang: {raised[-1]}{f'; {remark}' if _MISMATCH in remark else ''}"
+    if len(remark) > _MOST_CHARACTERS:
+        remark = f"{remark[:_MOST_CHARACTERS]}..."
+    return [answer, remark], "\n".join([log, *trace]), has_computed or answer == "refused"
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Ask about these models, or about one of each type, and write the answers."""
-    found: dict[str, Any] = json.loads(SGLANG_RESULTS.read_text(encoding="utf-8"))["models"] if given else {}
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    for name, answer in answers_of(given or names()):
-        found[name] = answer
-        print(name, *answer, flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="without any, a model of each type")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="models that are asked about at a time")
+    parser.add_argument("--untried", action="store_true", help="also what is refused because nobody tried it")
+    parser.add_argument("--out", type=Path, default=SGLANG_RESULTS, metavar="FILE")
+    parser.add_argument("--limit-s", type=float, default=250.0, metavar="S", help="of one model")
+    parser.add_argument("--budget-s", type=float, default=1e9, metavar="S", help="of all; what runs then is ended")
+    given = parser.parse_args(argv)
+    end = time.monotonic() + given.budget_s
+    adds = bool(given.names) and given.out.exists()
+    found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8"))["models"] if adds else {}
+    head = {
+        "date": f"{datetime.date.today()}",
+        "device": _device_name(given.device),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+    asked, seconds = given.names or names(), time.monotonic()
+    logs = given.out.with_suffix(".log")
+    logs.write_text("", encoding="utf-8")
+    reached: set[str] = set()
+
+    def write() -> None:
         ordered = {name: found[name] for name in released() if name in found}
-        results = {"date": f"{datetime.date.today()}", "versions": versions, "models": ordered}
-        SGLANG_RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        missing = [name for name in asked if name not in reached]
+        results = head | ({"not reached": missing} if missing else {}) | {"models": ordered}
+        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    if given.device == "cuda":
+        asked = in_order(asked)
+    limits = {"limit_s": given.limit_s, "at_once": given.at_once}
+    asking = answers_of(asked, device=given.device, untried=given.untried, **limits)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, end - time.monotonic()))
+    try:
+        for name, answer, log in asking:
+            found[name] = answer
+            reached.add(name)
+            print(f"{time.monotonic() - seconds:5.0f} s", name, *answer, flush=True)
+            if answer[0] != "yes":
+                with logs.open("a", encoding="utf-8") as file:
+                    last = "\n".join(log.strip().splitlines()[-_LAST_LINES:])
+                    file.write(f"==== {name}: {' '.join(answer)}\n{last}\n\n")
+            write()
+    except TimeoutError:
+        print(f"the budget of {given.budget_s:g} s is used up", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        asking.close()
+        write()
+    print(f"{len(reached)} models were asked about, {len(asked) - len(reached)} were not reached", flush=True)
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError
 
 
 if __name__ == "__main__":

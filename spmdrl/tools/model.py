@@ -52,8 +52,13 @@ _USUAL: Mapping[str, Any] = {
 }
 
 
-def answers(source: ModelSource, folder: Path, questions: Collection[str] = WITHOUT_SGLANG) -> Iterator[Verdict]:
-    """Build the tiny model in `folder` and answer questions about it. Raises UserError where none can be built."""
+def answers(
+    source: ModelSource, folder: Path, questions: Collection[str] = WITHOUT_SGLANG, *, dtype: str = "float32"
+) -> Iterator[Verdict]:
+    """Build the tiny model in `folder` and answer questions about it. Raises UserError where none can be built.
+
+    SGLang computes in `dtype`.
+    """
     path, cfg = folder / "tiny", ModelConfig(path="model")
     if refusal := refusal_of_config(source.config):
         yield Verdict("trained", "refused", refusal)
@@ -72,7 +77,7 @@ def answers(source: ModelSource, folder: Path, questions: Collection[str] = WITH
     if refusal:
         yield Verdict("trained", "refused", refusal)
     else:
-        yield from verdicts(Subject(source, path), questions)
+        yield from verdicts(Subject(source, path, dtype=dtype), questions)
 
 
 def answers_on_one_rank(model: str) -> list[Verdict] | str:
@@ -121,9 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(verdict.answer == "yes" for verdict in found) else EXIT_NOT_ALL
 
 
-def quiet() -> None:
+def quiet(*, on_cpu: bool = True) -> None:
     """Compute on this machine's CPU, and let transformers say nothing but errors."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

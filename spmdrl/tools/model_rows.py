@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from spmdrl.config import Config, LoraConfig, PackConfig, ParallelConfig
+from spmdrl.config import Config, LoraConfig, ModelConfig, PackConfig, ParallelConfig
 from spmdrl.config.plan import make_plan
 from spmdrl.dist.launcher import free_port
 from spmdrl.dist.mesh import build_meshes
@@ -27,10 +27,11 @@ from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.few_bits import quantization_refusal
+from spmdrl.model.layer_kinds import recurrent_layers
 from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.rotary import changes_after
-from spmdrl.refit.refit import load_whole, make_refit
+from spmdrl.refit.refit import RefitMismatch, load_whole, make_refit
 from spmdrl.step.export import export_hf
 from spmdrl.tools.model_scores import (
     BOUND,
@@ -86,9 +87,9 @@ Found = tuple[Answer, str]
 class Subject:
     """The tiny model of a source, and what is computed of it once."""
 
-    def __init__(self, source: ModelSource, path: Path) -> None:
-        """`path` is the directory of the tiny model."""
-        self.source, self.path = source, str(path)
+    def __init__(self, source: ModelSource, path: Path, *, dtype: str = "float32") -> None:
+        """`path` is the directory of the tiny model; SGLang computes in `dtype`."""
+        self.source, self.path, self.dtype = source, str(path), dtype
         self.batch = sequences()
 
     @cached_property
@@ -234,20 +235,22 @@ def _torch_engine(subject: Subject, _: World) -> Found:
     model = eager_model(subject.path)
     engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=3)
     load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
-    return _close(_worst(engine, model, subject.batch), subject)
+    return _close(_worst(_sampled(engine, model.config, subject.batch), model), subject)
 
 
 def _sglang(subject: Subject, world: World) -> Found:
     """SGLang's log-probabilities of its own tokens, after a refit of all weights."""
-    batch = subject.batch
+    batch, device_type = subject.batch, world.device.type
+    config, meshes = load_model_config(ModelConfig(path=subject.path)), build_meshes(world)
     cfg = Config.model_validate(
         {
             "run": {"name": "model", "num_steps": 1},
-            "model": {"path": subject.path, "compute_dtype": "float32"},
+            "model": {"path": subject.path, "compute_dtype": subject.dtype},
             "data": {"max_prompt_tokens": _PROMPT_TOKENS, "sources": [{"kind": "jsonl", "path": "data.jsonl"}]},
             "rollout": {
                 **{"engine": "sglang", "prompts_per_step": len(batch), "group_size": 2, "temperature": TEMPERATURE},
                 **{"max_response_tokens": _RESPONSE_TOKENS, "max_running": 2 * len(batch)},
+                **(_on_device(config) if device_type == "cuda" else {}),
             },
             "reward": {"terms": [{"kind": "exact"}]},
             "optim": {"lr": 1e-6},
@@ -255,8 +258,7 @@ def _sglang(subject: Subject, world: World) -> Found:
             "offload": {"engine": ["kv_cache", "weights"]},
         }
     )
-    config, meshes = load_model_config(cfg.model), build_meshes(world)
-    if problems := list(SGLangEngine.problems(cfg, config, _ends(config), num_ranks=1, device_type="cpu")):
+    if problems := list(SGLangEngine.problems(cfg, config, _ends(config), num_ranks=1, device_type=device_type)):
         raise UserError("; ".join(problems))
     options = sglang_options(cfg, make_plan(cfg, num_ranks=1), world, config)
     policy = load_trained(cfg.model, None, meshes, temperature=TEMPERATURE, seed=0)
@@ -265,13 +267,41 @@ def _sglang(subject: Subject, world: World) -> Found:
     except EngineDied as error:
         raise UserError(str(error)) from error
     try:
-        make_refit(policy, engine, meshes, cfg, dtype=torch.float32)(version=0)
+        differing = ""
+        try:
+            make_refit(policy, engine, meshes, cfg, dtype=getattr(torch, subject.dtype))(version=0)
+        except RefitMismatch as error:  # by name or by value; what it computes with what it holds is asked all the same
+            differing = str(error)
         engine.wake()
-        return _close(_worst(engine, eager_model(subject.path), batch), subject)
-    except RuntimeError as error:  # it died, holds other weights, or gave a request up
-        return "no", " ".join(str(error).split())
+        answer, said = _as_precise(_sampled(engine, config, batch), subject)
+        return ("no", f"{said}, but {differing}") if differing else (answer, said)
+    except RuntimeError as error:  # it died, or gave a request up
+        return "no", " ".join(f"{differing} {error}".split())
     finally:
         engine.close()
+
+
+def _on_device(config: Any) -> dict[str, Any]:
+    """Return settings with which several engines fit on a device, and that need no kernels but Triton's."""
+    arguments = {"sampling_backend": "pytorch", "grammar_backend": "none"}
+    return {
+        **{"attention_backend": "triton", "cuda_graphs": False, "memory_fraction": 0.5, "max_kv_tokens": 2048},
+        "sglang": arguments | ({"max_mamba_cache_size": 64} if recurrent_layers(config.get_text_config()) else {}),
+    }
+
+
+def _as_precise(sampled: Sequence[Tokens], subject: Subject) -> Found:
+    """Judge SGLang's log-probabilities, in bfloat16 by what that dtype changes in transformers."""
+    model = eager_model(subject.path)
+    if subject.dtype == "float32":
+        return _close(_worst(sampled, model), subject)
+    narrow = eager_model(subject.path).to(getattr(torch, subject.dtype))
+    model.load_state_dict(narrow.state_dict())  # numbers that both dtypes have
+    worst = _worst(sampled, model)
+    with torch.no_grad():
+        unit = max(float((eager_logprobs(narrow, one) - eager_logprobs(model, one)).abs().max()) for one in sampled)
+    said = f"{worst:.0e} nats in {subject.dtype}, which changes transformers' own by {unit:.0e}"
+    return "yes" if worst < _TIMES * unit else "no", said
 
 
 def _ends(config: Any) -> frozenset[int]:
@@ -280,28 +310,30 @@ def _ends(config: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-def _worst(engine: RolloutEngine, model: Any, batch: Sequence[Tokens]) -> float:
-    """Sample after the beginnings of these sequences, and compare the log-probabilities of what was sampled."""
-    longest = min(_PROMPT_TOKENS, (changes_after(model.config) or 10**9) - _RESPONSE_TOKENS)
+def _sampled(engine: RolloutEngine, config: Any, batch: Sequence[Tokens]) -> list[Tokens]:
+    """Sample after the beginnings of these sequences."""
+    longest = min(_PROMPT_TOKENS, (changes_after(config) or 10**9) - _RESPONSE_TOKENS)
     prompts = [sequence.token_ids[:longest] for sequence in batch]
-    settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(model.config)}
+    settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(config)}
     asked = [
         Request(prompt_ids=ids, seed=seed, temperature=TEMPERATURE, **settings) for seed, ids in enumerate(prompts)
     ]
-    worst = 0.0
-    for index, response in engine.generate(asked):
-        before, sampled = len(prompts[index]), len(response.token_ids)
-        whole = Tokens(
+    return [
+        Tokens(
             index=index,
             token_ids=prompts[index] + response.token_ids,
-            loss_mask=(False,) * before + (True,) * sampled,
-            rollout_logprobs=(0.0,) * before + response.logprobs,
+            loss_mask=(False,) * len(prompts[index]) + (True,) * len(response.token_ids),
+            rollout_logprobs=(0.0,) * len(prompts[index]) + response.logprobs,
             reward=0.0,
         )
-        with torch.no_grad():
-            apart = eager_logprobs(model, whole) - torch.tensor(whole.rollout_logprobs)
-        worst = max(worst, float(apart.abs().max()))
-    return worst
+        for index, response in engine.generate(asked)
+    ]
+
+
+@torch.no_grad()
+def _worst(sampled: Sequence[Tokens], model: Any) -> float:
+    """Compare the log-probabilities with which tokens were sampled with transformers' of the same tokens."""
+    return max(float((eager_logprobs(model, x) - torch.tensor(x.rollout_logprobs)).abs().max()) for x in sampled)
 
 
 def _export(subject: Subject, world: World) -> Found:

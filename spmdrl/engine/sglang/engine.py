@@ -43,7 +43,7 @@ from spmdrl.engine.sglang.options import SGLangOptions, sglang_options, sglang_p
 from spmdrl.engine.sglang.process import POLL_S, SGLangProcess
 from spmdrl.engine.sglang.requests import image_fields
 from spmdrl.engine.sglang.transport import Transport, choose_transport
-from spmdrl.families import vision_family
+from spmdrl.families import family_of, vision_family
 from spmdrl.refit.bucket import AdapterVersion, Bucket, Naming
 from spmdrl.refit.digest import digests
 from spmdrl.run import Launch
@@ -105,6 +105,7 @@ class SGLangEngine(RolloutEngine):
             on_policy=options.arguments.get("rl_on_policy_target") is not None,
         )
         self._family, self._images = vision_family(model_config), images
+        self._unused = family_of(model_config.get_text_config()).sglang.has_unused
         self._released: set[str] = set()
         self._adapters = AdapterSlots(self._share)
         self._salts = CacheSalts(options.max_cache_age)
@@ -388,7 +389,8 @@ class SGLangEngine(RolloutEngine):
     def differing(self, expected: dict[str, str]) -> list[str]:
         """Compare what each device of the engine holds with what its rank expects."""
         host_barrier(self._mesh)  # the rank that leads has waited for the last bucket
-        found = self._digest_requests.take_answers()
+        answers = self._digest_requests.take_answers().items()
+        found = {name: digest for name, digest in answers if digest or not name.endswith(self._unused)}
         self._expected |= expected  # what a refit leaves out must stay as it was
         mine = [name for name in self._expected.keys() | found.keys() if self._expected.get(name) != found.get(name)]
         everyones = gather_objects(self._mesh, mine)

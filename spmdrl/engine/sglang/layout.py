@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spmdrl.engine.sglang.models import is_hybrid
+from spmdrl.engine.sglang.models import has_delta_nets
 from spmdrl.families import family_of
 from spmdrl.model.fp8 import BLOCK, SCALES
 
@@ -38,7 +38,8 @@ _FUSED = {
 }
 # What Phi-3's and GLM-4's checkpoints have fused already, and the parts that are cut one by one.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight(_scale_inv)?)$")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.(weight(_scale_inv)?)$")
+_EXPERT_MODULES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of Mixtral and others
 _NO_EXPERT = -1  # the number of what is not an expert's
 _CUT_BY_ROWS = {"q_proj", "gate_proj", "up_proj", "linear_fc1", "to merge"} | {
     "in_proj_qkvz",
@@ -65,7 +66,12 @@ _TOWER = {
     re.compile(r"visual\..*\.attn\.qkv\."): "qkv",
 }
 # Prefixes and modules in checkpoints that have other names in SGLang.
-_RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."}
+_RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."} | {
+    ".conv.conv.": ".conv.conv_",
+    ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.w13_",
+    ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.w2_",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.gate.",
+}
 
 DIGEST = "digest"  # in the config of adapters: that of their memory
 MISMATCH = "the digest differs: "  # followed by those of the tensors that arrived, as JSON
@@ -84,6 +90,9 @@ class TpShard:
     delta_net_norm: torch.dtype | None = None  # of their norms, where that is another one than that of all weights
     cuts_embedding: bool = True  # False: every device has it whole
     attention_rows: tuple[int, ...] = ()  # of queries, keys and values
+    has_bare_attention: bool = False  # layers have the weights of their attention directly
+    has_mamba: bool = False  # the decay is kept as -exp of what checkpoints have
+    copies_embedding: bool = False  # its head is a copy of the embedding
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> TpShard:
@@ -98,17 +107,20 @@ class TpShard:
             *(rank, size, heads, multiple, on_policy, rows, norm),
             cuts_embedding=in_sglang.splits_embedding,
             attention_rows=_attention_rows(model_config, heads),
+            has_bare_attention=bool(rows) or in_sglang.has_bare_attention,
+            has_mamba=family_of(model_config).mamba2 is not None,
+            copies_embedding=in_sglang.copies_embedding and model_config.tie_word_embeddings,
         )
 
 
 def _attention_rows(model_config: Any, num_key_value_heads: int) -> tuple[int, ...]:
     num_heads = model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // num_heads
+    head_dim = model_config.to_dict().get("head_dim") or model_config.hidden_size // num_heads
     return (num_heads * head_dim, num_key_value_heads * head_dim, num_key_value_heads * head_dim)
 
 
 def _delta_net_rows(model_config: Any) -> Iterator[int]:
-    if is_hybrid(model_config):
+    if has_delta_nets(model_config):
         keys = model_config.linear_num_key_heads * model_config.linear_key_head_dim
         yield from (keys, keys, model_config.linear_num_value_heads * model_config.linear_value_head_dim)
 
@@ -150,9 +162,11 @@ def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int,
     """Return this device's parts of what is fused into each weight, by expert."""
     fused: dict[str, dict[int, list[Tensor]]] = {}
     for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
+        if share.has_mamba and name.endswith(f".{_ALWAYS_WIDE}"):
+            name, tensor = f"{name.removesuffix(_ALWAYS_WIDE)}A", -tensor.float().exp()
         if expert := _EXPERT.match(name):
-            number, module, kind = int(expert[2]), f"{expert[3]}_proj", expert[4]
-            engine_name = f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_{expert[4]}"
+            number, module, kind = int(expert[2]), _EXPERT_MODULES.get(expert[3], expert[3]), expert[4]
+            engine_name = f"{expert[1]}.{'w2' if module == 'down_proj' else 'w13'}_{kind}"
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
             number, engine_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
@@ -160,7 +174,7 @@ def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int,
             tensor = tensor.to(share.delta_net_norm)
         for before, after in _RENAMED.items():
             engine_name = engine_name.replace(before, after)
-        if share.delta_net_rows:  # SGLang's layers have their attention's weights directly
+        if share.has_bare_attention:
             engine_name = engine_name.replace(".self_attn.", ".")
         module = next((named for pattern, named in _TOWER.items() if pattern.search(name)), module)
         cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
@@ -173,6 +187,8 @@ def _unfused(name: str, tensor: Tensor, share: TpShard) -> Iterator[tuple[str, T
     *prefix, module, kind = name.split(".") if "." in name else ("", name)
     if module not in _PARTS:
         yield name, tensor
+        if module == "embed_tokens" and share.copies_embedding:
+            yield "lm_head.weight", tensor
         return
     rows = [size // BLOCK if kind == _SCALES else size for size in share.attention_rows]
     parts = tensor.split(rows) if module == "qkv_proj" else tensor.chunk(2)
@@ -182,7 +198,7 @@ def _unfused(name: str, tensor: Tensor, share: TpShard) -> Iterator[tuple[str, T
 
 def _parts(module: str, tensor: Tensor, share: TpShard) -> Sequence[Tensor]:
     """Return the parts of a weight that are cut one by one."""
-    if module not in _CUT_BY_PARTS:
+    if module not in _CUT_BY_PARTS or (module != "qkv" and not share.delta_net_rows):
         return (tensor,)
     return tensor.chunk(3) if module == "qkv" else tensor.split(share.delta_net_rows)
 

@@ -29,6 +29,11 @@ def is_hybrid(model_config: Any) -> bool:
     return bool(recurrent_layers(model_config.get_text_config()))
 
 
+def has_delta_nets(model_config: Any) -> bool:
+    """Return True when some layers of the model are gated delta nets."""
+    return is_hybrid(model_config) and hasattr(model_config.get_text_config(), "linear_num_key_heads")
+
+
 def expert_problems(model_dir: str, model_config: Any) -> Iterator[str]:
     """Yield a sentence when not all layers have experts by settings that SGLang's classes for Qwen do not read."""
     text = model_config.get_text_config()
@@ -41,7 +46,7 @@ def expert_problems(model_dir: str, model_config: Any) -> Iterator[str]:
 
 def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
-    if not is_hybrid(model_config):
+    if not has_delta_nets(model_config):
         return
     model_config = model_config.get_text_config()
     if device_type == "cpu":
@@ -105,7 +110,7 @@ def hybrid_arguments(model_config: Any) -> dict[str, Any]:
 
 def config_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     """Return the argument by which SGLang reads a model's config as the trainer does; none where it does so anyway."""
-    known = _hybrid_settings(model_config) if is_hybrid(model_config) else {}
+    known = _hybrid_settings(model_config) if has_delta_nets(model_config) else _query_settings(model_config)
     if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they stand for
         known["quantization_config"] = None
     if cfg.rollout.quantization is not None:
@@ -133,6 +138,13 @@ def _hybrid_settings(model_config: Any) -> dict[str, Any]:
     if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
         known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
     return known
+
+
+def _query_settings(model_config: Any) -> dict[str, Any]:
+    """Return the length from which on Ministral 3 scales queries by the place of their token, where SGLang reads it."""
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    name = "original_max_position_embeddings"
+    return {name: rope[name]} if rope.get("llama_4_scaling_beta") else {}
 
 
 def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:
