@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class SGLangFamily:
     """The ways in which SGLang's class of a family differs from its others."""
 
     is_tried: bool = True  # False: refused
+    differs: str = ""  # in what it computes, and by how much; refused
     images_compared: bool = False  # with the trainer, for requests with images
     patch_values: int | None = None  # the only size of patches that it reads; None: any
     splits_embedding: bool = True  # False: every device of an engine has it whole
@@ -28,6 +29,7 @@ class SGLangFamily:
     has_other_windows: bool = False  # than the model: none at all, or one token more
     has_bare_attention: bool = False  # layers have the weights of their attention directly
     copies_embedding: bool = False  # its head is a copy of the embedding, where the two are tied
+    has_gates: bool = True  # in its MLPs and experts
     has_unused: tuple[str, ...] = ()  # ends of the names of parameters that nothing is computed with
     checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
 
@@ -85,6 +87,8 @@ class ModelFamily:
     of_sounds: tuple[str, ...] = ()
     # In files, experts are [experts, inputs, outputs]: transformers transposes them as it reads, but not back (5.19).
     has_transposed_experts: bool = False
+    # Kinds of layers that checkpoints are published with, by the names that transformers writes (5.19).
+    published_layers: Mapping[str, str] = field(default_factory=dict)
     # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
     reads_short_factors_only: bool = False
     # Its attention caps scores softly by `attn_logit_softcapping`, which other families have and ignore.
@@ -170,13 +174,18 @@ FAMILIES: Mapping[str, ModelFamily] = {
             state="ssm_state_size",
             width="conv_kernel",
         ),
-        sglang=_UNTRIED,
+        published_layers={"linear_attention": "mamba", "full_attention": "attention"},
+        sglang=SGLangFamily(is_tried=False, has_gates=False),
     ),
     "lfm2": ModelFamily(
         classes="Lfm2", has_short_convs=True, sglang=SGLangFamily(is_tried=False, copies_embedding=True)
     ),
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
     "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
+    "apertus": ModelFamily(sglang=SGLangFamily(has_gates=False)),
+    "phi": ModelFamily(
+        sglang=SGLangFamily(differs="leaves out the bias of the head, which moves log-probabilities by up to 3e-01 nats")
+    ),
     "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),
     **dict.fromkeys(("phi3", "starcoder2"), ModelFamily(sglang=_OTHER_WINDOWS)),
     "phimoe": ModelFamily(reads_short_factors_only=True),

@@ -34,6 +34,7 @@ from typing import Any
 from unittest.mock import patch
 
 from spmdrl.dist.launcher import free_port
+from spmdrl.engine.protocol import EngineDied
 from spmdrl.tools.model_source import released
 
 RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
@@ -123,7 +124,7 @@ def answer_of(asking: Asking) -> Answer:
     """Give the answer and the remark of SGLang's row."""
     import torch
 
-    from spmdrl.engine.sglang import options
+    from spmdrl.engine.sglang import options, process
     from spmdrl.tools import model_rows
     from spmdrl.tools.model import answers, quiet
     from spmdrl.tools.model_source import source_of
@@ -135,8 +136,13 @@ def answer_of(asking: Asking) -> Answer:
     def untried(*arguments: Any, **settings: Any) -> Iterator[str]:
         return (text for text in problems(*arguments, **settings) if not _UNTRIED.search(text))
 
+    def noted(text: str) -> EngineDied:
+        traceback.print_exc()
+        return EngineDied(text)
+
     with (
         tempfile.TemporaryDirectory(prefix="model-") as folder,
+        patch.object(process, "EngineDied", noted),
         patch.object(model_rows.SGLangEngine, "problems", untried) if asking.untried else nullcontext(),
         patch.object(options, "_free_port", lambda _: ports(asking.slot)),
         patch.object(options, "check_orphans", lambda: None),  # the others that are asked about

@@ -7,6 +7,7 @@ weights stay as they are: a fault that a released setting brings to light must c
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,7 +114,7 @@ def _text(real: dict[str, Any], number: int) -> dict[str, Any]:
 def _sized(rule: str, value: Any, width: int, hidden: int) -> Any:
     """Apply a rule of `SIZES` to one value of a model as wide as `hidden`; the tiny one has `width`."""
     if rule.isdecimal():
-        return int(rule)
+        return int(rule) if value or int(rule) < 3 else value  # no experts stay none
     if rule.startswith("at most"):
         return min(value, int(rule.split()[-1]))
     if rule.startswith("an eighth"):
@@ -128,6 +129,8 @@ def _step(value: float, size: int) -> int:
 def _fit_others(tiny: dict[str, Any], real: Mapping[str, Any]) -> None:
     """Set what depends on several sizes."""
     layers, width = tiny["num_hidden_layers"], tiny["hidden_size"]
+    if (real.get("sliding_window") or 0) >= real["max_position_embeddings"]:  # no sequence is as long
+        tiny["sliding_window"] = real["sliding_window"]
     if real.get("kv_lora_rank"):
         tiny.pop("head_dim", None)
         if real.get("head_dim") == real["qk_rope_head_dim"]:  # that of the rotated part
@@ -207,6 +210,11 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
         if getattr(layer, "scaling", None) == 1.0 and hasattr(layer, "q_norm"):
             layer.q_norm.weight.div_(layer.head_dim**0.5)
     model.save_pretrained(path)
+    if names := family_of(config).published_layers:  # and so is what SGLang reads
+        file = path / "config.json"
+        written = json.loads(file.read_text(encoding="utf-8"))
+        written |= {"layers_block_type": [names.get(one, one) for one in written["layers_block_type"]]}
+        file.write_text(json.dumps(written, indent=2), encoding="utf-8")
     if family_of(config).has_transposed_experts:  # in files as they are published, though not in transformers' own
         file = path / "model.safetensors"
         files = {name: x.mT.contiguous() if ".experts." in name else x for name, x in load_file(file).items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+# Latent attention of DeepSeek: its queries stay alone, but for the first of their two projections.
+_LATENT = {"q_a_proj": "fused_qkv_a_proj_with_mqa", "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa"}
 # What Phi-3's and GLM-4's checkpoints have fused already, and the parts that are cut one by one.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.(weight(_scale_inv)?)$")
@@ -67,6 +69,9 @@ _TOWER = {
 }
 # Prefixes and modules in checkpoints that have other names in SGLang.
 _RENAMED = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."} | {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.": "model.",
+    ".moe_statics.": ".gate.",
     ".conv.conv.": ".conv.conv_",
     ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.w13_",
     ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.w2_",
@@ -93,6 +98,7 @@ class TpShard:
     has_bare_attention: bool = False  # layers have the weights of their attention directly
     has_mamba: bool = False  # the decay is kept as -exp of what checkpoints have
     copies_embedding: bool = False  # its head is a copy of the embedding
+    fused: Mapping[str, str] = field(default_factory=lambda: _FUSED)  # modules that become one, by its name
 
     @classmethod
     def of(cls, model_config: Any, *, rank: int, size: int, device_type: str, on_policy: bool = False) -> TpShard:
@@ -109,8 +115,17 @@ class TpShard:
             attention_rows=_attention_rows(model_config, heads),
             has_bare_attention=bool(rows) or in_sglang.has_bare_attention,
             has_mamba=family_of(model_config).mamba2 is not None,
+            fused=_fused_modules(model_config),
             copies_embedding=in_sglang.copies_embedding and model_config.tie_word_embeddings,
         )
+
+
+def _fused_modules(model_config: Any) -> Mapping[str, str]:
+    alone = set() if family_of(model_config).sglang.has_gates else {"up_proj"}
+    is_latent = getattr(model_config, "kv_lora_rank", None)
+    alone |= {"q_proj"} if is_latent else set()
+    latent = _LATENT if is_latent and model_config.q_lora_rank else {}
+    return {module: fused for module, fused in (_FUSED | latent).items() if module not in alone}
 
 
 def _attention_rows(model_config: Any, num_key_value_heads: int) -> tuple[int, ...]:
@@ -169,7 +184,7 @@ def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int,
             engine_name = f"{expert[1]}.{'w2' if module == 'down_proj' else 'w13'}_{kind}"
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
-            number, engine_name = _NO_EXPERT, ".".join([*prefix, _FUSED.get(module, module), kind])
+            number, engine_name = _NO_EXPERT, ".".join([*prefix, share.fused.get(module, module), kind])
         if share.delta_net_norm is not None and ".linear_attn.norm." in name:
             tensor = tensor.to(share.delta_net_norm)
         for before, after in _RENAMED.items():

@@ -99,18 +99,18 @@ def attention_interval(model_config: Any) -> int | None:
 
 
 def hybrid_arguments(model_config: Any) -> dict[str, Any]:
-    """Return SGLang's arguments for such a model, on top of which the user's come; none for other models."""
-    if not is_hybrid(model_config):
-        return {}
-    return {
-        "mamba_ssm_dtype": "float32",  # that of transformers' recurrence
-        "disable_shared_experts_fusion": True,  # they stay apart, as on a CPU: `layout.py` knows one layout
-    }
+    """Return SGLang's arguments for a hybrid or shared experts, on top of which the user's come; none for others."""
+    found: dict[str, Any] = {}
+    if is_hybrid(model_config):
+        found["mamba_ssm_dtype"] = "float32"  # that of transformers' recurrence
+    if has_delta_nets(model_config) or getattr(model_config.get_text_config(), "n_shared_experts", None):
+        found["disable_shared_experts_fusion"] = True  # they stay apart, as on a CPU: `layout.py` knows one layout
+    return found
 
 
 def config_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     """Return the argument by which SGLang reads a model's config as the trainer does; none where it does so anyway."""
-    known = _hybrid_settings(model_config) if has_delta_nets(model_config) else _query_settings(model_config)
+    known = _hybrid_settings(model_config) if has_delta_nets(model_config) else _settings_by_other_names(model_config)
     if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they stand for
         known["quantization_config"] = None
     if cfg.rollout.quantization is not None:
@@ -140,11 +140,16 @@ def _hybrid_settings(model_config: Any) -> dict[str, Any]:
     return known
 
 
-def _query_settings(model_config: Any) -> dict[str, Any]:
-    """Return the length from which on Ministral 3 scales queries by the place of their token, where SGLang reads it."""
-    rope = getattr(model_config, "rope_parameters", None) or {}
-    name = "original_max_position_embeddings"
-    return {name: rope[name]} if rope.get("llama_4_scaling_beta") else {}
+def _settings_by_other_names(model_config: Any) -> dict[str, Any]:
+    """Return settings that SGLang looks for under another name, and that without it are those of the first release: the
+    length from which on Ministral 3 scales queries by the place of their token, and Nemotron-H's groups."""
+    rope, mamba = getattr(model_config, "rope_parameters", None) or {}, family_of(model_config).mamba2
+    found: dict[str, Any] = {}
+    if rope.get("llama_4_scaling_beta"):
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if mamba is not None and mamba.groups == "n_groups":
+        found["mamba_n_groups"] = model_config.n_groups
+    return found
 
 
 def hybrid_environment(model_config: Any, *, dtype: str) -> dict[str, str]:

@@ -114,6 +114,11 @@ def sglang_problems(
             'says that it computes what the trainer does; set rollout.engine = "torch"'
         )
         return
+    if differs := family_of(model_config.get_text_config()).sglang.differs:
+        yield (
+            f'model.path = "{cfg.model.path}" is a {model_config.model_type}, whose class in SGLang '
+            f'{sglang_process.SUPPORTED_VERSION} {differs}; set rollout.engine = "torch"'
+        )
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
