@@ -184,7 +184,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
     "apertus": ModelFamily(sglang=SGLangFamily(has_gates=False)),
     "phi": ModelFamily(
-        sglang=SGLangFamily(differs="leaves out the bias of the head, which moves log-probabilities by up to 3e-01 nats")
+        sglang=SGLangFamily(differs="leaves out the bias of the head, which changes log-probabilities by 3e-01 nats")
     ),
     "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),
     **dict.fromkeys(("phi3", "starcoder2"), ModelFamily(sglang=_OTHER_WINDOWS)),

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
@@ -33,6 +33,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
+from spmdrl import __version__
 from spmdrl.dist.launcher import free_port
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.tools.model_source import released
@@ -49,15 +52,13 @@ _FIRST = (
 _UNTRIED = re.compile(
     "was not tried with SGLang|layout in SGLang is not known here|no kernels on a CPU|SGLang knows only models in which"
 )
-_PACKAGES = ("spmdrl", "sglang", "transformers", "torch")
+_PACKAGES = ("sglang", "transformers", "torch")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|OutOfResources)\b.*", re.MULTILINE)  # the end of a traceback
 _MISMATCH = "the engine does not hold"  # the trainer's weights
 _MOST_CHARACTERS, _LAST_LINES = 200, 40
 _POLL_S = 0.1
 # Of SGLang on a device in float32: torch's code for its own operators, and no TF32 in Triton's products.
-_IN_FLOAT32 = {
-    **{"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-}
+_IN_FLOAT32 = {**{"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}}
 
 Answer = list[str]
 
@@ -122,8 +123,6 @@ def ask(asking: Asking) -> None:
 
 def answer_of(asking: Asking) -> Answer:
     """Give the answer and the remark of SGLang's row."""
-    import torch
-
     from spmdrl.engine.sglang import options, process
     from spmdrl.tools import model_rows
     from spmdrl.tools.model import answers, quiet
@@ -157,7 +156,7 @@ def answer_of(asking: Asking) -> Answer:
 
 def answers_of(
     asked: Sequence[str], *, device: str = "cpu", at_once: int = 1, limit_s: float = 250.0, untried: bool = False
-) -> Iterator[tuple[str, Answer, str]]:
+) -> Generator[tuple[str, Answer, str], None, None]:
     """Yield the name of each model, its answer, and what its processes wrote, as they come; the remark of a failure is
     what SGLang raised. On a device, those that fail to compute in float32 come again, at the end, in bfloat16."""
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
@@ -177,9 +176,9 @@ def answers_of(
                         continue
                     _end(process)
                     del running[slot]
-                    answer, log, has_computed = _found(asking, limit_s)
+                    answer, log, is_final = _found(asking, limit_s)
                     yield asking.name, answer, log
-                    if device == "cuda" and asking.dtype == "float32" and not has_computed:
+                    if device == "cuda" and asking.dtype == "float32" and not is_final:
                         again.append(replace(asking, dtype="bfloat16"))
         finally:
             for process, _, _ in running.values():
@@ -188,7 +187,7 @@ def answers_of(
 
 def _started(asking: Asking) -> Any:
     """Start the process of a model: on a CPU from a server that has imported SGLang."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if asking.device == "cpu":
         from tests.helpers import engine_ranks
 
@@ -210,23 +209,18 @@ def _end(process: Any) -> None:
 
 
 def _found(asking: Asking, limit_s: float) -> tuple[Answer, str, bool]:
-    """Return the answer, what was written, and False when nothing was computed."""
+    """Return the answer, what was written, and False when SGLang failed before it computed anything."""
     log = asking.file("log").read_text(encoding="utf-8", errors="replace") if asking.file("log").exists() else ""
     if not asking.file("json").exists():
         return ["no", f"no answer within {limit_s:g} s, or its process died"], log, False
     answer, remark, *trace = json.loads(asking.file("json").read_text(encoding="utf-8"))
     has_computed = " nats" in remark
+    is_final = has_computed or (answer == "refused" and "did not start" not in remark)
     if answer != "yes" and not has_computed and (raised := _RAISED.findall(log)):
         remark = f"SGLang: {raised[-1]}{f'; {remark}' if _MISMATCH in remark else ''}"
     if len(remark) > _MOST_CHARACTERS:
         remark = f"{remark[:_MOST_CHARACTERS]}..."
-    return [answer, remark], "\n".join([log, *trace]), has_computed or answer == "refused"
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return [answer, remark], "\n".join([log, *trace]), is_final
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -240,13 +234,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=250.0, metavar="S", help="of one model")
     parser.add_argument("--budget-s", type=float, default=1e9, metavar="S", help="of all; what runs then is ended")
     given = parser.parse_args(argv)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no device here; leave it out")
     end = time.monotonic() + given.budget_s
     adds = bool(given.names) and given.out.exists()
     found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8"))["models"] if adds else {}
     head = {
         "date": f"{datetime.date.today()}",
-        "device": _device_name(given.device),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else "CPU",
+        "versions": {"spmdrl": __version__} | {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
     asked, seconds = given.names or names(), time.monotonic()
     logs = given.out.with_suffix(".log")
@@ -263,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = in_order(asked)
     limits = {"limit_s": given.limit_s, "at_once": given.at_once}
     asking = answers_of(asked, device=given.device, untried=given.untried, **limits)
-    signal.signal(signal.SIGALRM, _stop)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, _stop)
     signal.setitimer(signal.ITIMER_REAL, max(0.1, end - time.monotonic()))
     try:
         for name, answer, log in asking:
@@ -276,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     file.write(f"==== {name}: {' '.join(answer)}\n{last}\n\n")
             write()
     except TimeoutError:
-        print(f"the budget of {given.budget_s:g} s is used up", flush=True)
+        print("ended early", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         asking.close()

@@ -25,6 +25,7 @@ from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import sglang_options
+from spmdrl.engine.sglang.transport import wanted_transport
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.few_bits import quantization_refusal
 from spmdrl.model.layer_kinds import recurrent_layers
@@ -250,7 +251,7 @@ def _sglang(subject: Subject, world: World) -> Found:
             "rollout": {
                 **{"engine": "sglang", "prompts_per_step": len(batch), "group_size": 2, "temperature": TEMPERATURE},
                 **{"max_response_tokens": _RESPONSE_TOKENS, "max_running": 2 * len(batch)},
-                **(_on_device(config) if device_type == "cuda" else {}),
+                **_of_device(config, device_type),
             },
             "reward": {"terms": [{"kind": "exact"}]},
             "optim": {"lr": 1e-6},
@@ -262,8 +263,9 @@ def _sglang(subject: Subject, world: World) -> Found:
         raise UserError("; ".join(problems))
     options = sglang_options(cfg, make_plan(cfg, num_ranks=1), world, config)
     policy = load_trained(cfg.model, None, meshes, temperature=TEMPERATURE, seed=0)
+    transport = wanted_transport("auto", device_type)
     try:
-        engine = SGLangEngine(options, meshes.engine, model_config=config, transport="shared_memory")
+        engine = SGLangEngine(options, meshes.engine, model_config=config, transport=transport)
     except EngineDied as error:
         raise UserError(str(error)) from error
     try:
@@ -281,12 +283,15 @@ def _sglang(subject: Subject, world: World) -> Found:
         engine.close()
 
 
-def _on_device(config: Any) -> dict[str, Any]:
-    """Return settings with which several engines fit on a device, and that need no kernels but Triton's."""
-    arguments = {"sampling_backend": "pytorch", "grammar_backend": "none"}
+def _of_device(config: Any, device_type: str) -> dict[str, Any]:
+    """Return settings with which several engines fit on a device, and that need no kernels but Triton's there."""
+    arguments: dict[str, Any] = {"max_mamba_cache_size": 64} if recurrent_layers(config.get_text_config()) else {}
+    if device_type == "cpu":  # which lacks the default schedule and cache strategy of hybrids
+        hybrid = {"disable_overlap_schedule": True, "mamba_radix_cache_strategy": "no_buffer"}
+        return {"sglang": arguments | hybrid} if arguments else {}
     return {
         **{"attention_backend": "triton", "cuda_graphs": False, "memory_fraction": 0.5, "max_kv_tokens": 2048},
-        "sglang": arguments | ({"max_mamba_cache_size": 64} if recurrent_layers(config.get_text_config()) else {}),
+        "sglang": arguments | {"sampling_backend": "pytorch", "grammar_backend": "none"},
     }
 
 

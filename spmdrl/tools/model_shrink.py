@@ -213,7 +213,8 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
     if names := family_of(config).published_layers:  # and so is what SGLang reads
         file = path / "config.json"
         written = json.loads(file.read_text(encoding="utf-8"))
-        written |= {"layers_block_type": [names.get(one, one) for one in written["layers_block_type"]]}
+        layers = written.get("layers_block_type") or ()
+        written |= {"layers_block_type": [names.get(one, one) for one in layers]} if layers else {}
         file.write_text(json.dumps(written, indent=2), encoding="utf-8")
     if family_of(config).has_transposed_experts:  # in files as they are published, though not in transformers' own
         file = path / "model.safetensors"
