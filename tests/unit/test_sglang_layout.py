@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    MixtralConfig,
+    NemotronHConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    Qwen3VLConfig,
+)
 
 from spmdrl.engine.sglang.layout import TpShard, padded_adapters, sharded_weights
 from tests.helpers.models import GATED_DELTA_NET, SIZES
@@ -208,3 +220,35 @@ def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
         assert torch.equal(torch.cat(halves, dim), weights[f"model.visual.merger.{name}.weight"])
     for name in ("blocks.0.attn.proj.bias", "patch_embed.proj.weight"):
         assert torch.equal(first[f"visual.{name}"], weights[f"model.visual.{name}"])
+
+
+def loaded(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an engine on one device holds after these weights."""
+    return sharded_weights(weights, TpShard.of(model, rank=0, size=1, device_type="cuda"))
+
+
+def test_other_names_of_experts_and_of_latent_attention_are_sglangs() -> None:
+    first, second, third, latent = (torch.randn(4, 4) for _ in range(4))
+    of_expert = {
+        f"a.experts.0.w{number}.weight": x for number, x in zip((1, 2, 3), (first, second, third), strict=True)
+    }
+    found = loaded(MixtralConfig(), of_expert)
+    assert found.keys() == {"a.experts.w13_weight", "a.experts.w2_weight"}
+    assert torch.equal(found["a.experts.w13_weight"], torch.cat([first, third])[None])
+    assert torch.equal(found["a.experts.w2_weight"], second[None])
+    attention = {"a.self_attn.q_a_proj.weight": first, "a.self_attn.kv_a_proj_with_mqa.weight": latent}
+    found = loaded(DeepseekV3Config(), attention | {"a.self_attn.q_proj.weight": second})
+    assert torch.equal(found["a.self_attn.fused_qkv_a_proj_with_mqa.weight"], torch.cat([first, latent]))
+    assert torch.equal(found["a.self_attn.q_proj.weight"], second)  # there are no keys and values beside it
+
+
+def test_recurrent_layers_of_other_families_are_loaded_as_sglang_computes_them() -> None:
+    decay, kernel, embedding = torch.randn(4), torch.randn(4, 1, 3), torch.randn(64, 4)
+    found = loaded(
+        NemotronHConfig(), {"backbone.layers.0.mixer.A_log": decay, "backbone.layers.0.x.up_proj.weight": decay}
+    )
+    assert found.keys() == {"model.layers.0.mixer.A", "model.layers.0.x.up_proj.weight"}  # MLPs without gates
+    assert torch.equal(found["model.layers.0.mixer.A"], -decay.exp())
+    found = loaded(Lfm2Config(), {"model.layers.0.conv.conv.weight": kernel, "model.embed_tokens.weight": embedding})
+    assert torch.equal(found["model.layers.0.conv.conv_weight"], kernel)
+    assert torch.equal(found["lm_head.weight"], embedding)
