@@ -141,7 +141,7 @@ def _hybrid_settings(model_config: Any) -> dict[str, Any]:
 
 
 def _settings_by_other_names(model_config: Any) -> dict[str, Any]:
-    """Return settings that SGLang looks for under another name, and that without it are those of the first release: the
+    """Return settings that SGLang reads by another name, and that without it are those of the first release: the
     length from which on Ministral 3 scales queries by the place of their token, and Nemotron-H's groups."""
     rope, mamba = getattr(model_config, "rope_parameters", None) or {}, family_of(model_config).mamba2
     found: dict[str, Any] = {}
