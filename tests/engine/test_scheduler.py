@@ -1,5 +1,5 @@
 """Additions of ours to SGLang's scheduler: what it forgets when it begins to serve and when its weights have changed,
-and what it clears as it wakes."""
+what it clears as it wakes, and what it checks once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Starting:
         raise Serving
 
 
-def additions() -> tuple[int, list[list[int]], int]:
+def additions() -> tuple[int, list[list[int]], int, list[int]]:
     """How many objects the collector of garbage leaves out once a scheduler begins to serve; SGLang's table of places
-    when its memory comes back with garbage in it, where a request holds row 2; and how many images' features are left
-    of one after a refit."""
+    when its memory comes back with garbage in it, where a request holds row 2; how many images' features are left of
+    one after a refit; and how often a model's modules were looked through after each of two buckets."""
     sglang_process.import_sglang()
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import load_plugins
@@ -43,7 +43,20 @@ def additions() -> tuple[int, list[list[int]], int]:
     gc.unfreeze()  # what the process that forked this one has frozen
     with pytest.raises(Serving):
         Scheduler.run_event_loop(Starting())
-    return gc.get_freeze_count(), table_after_waking(["kv_cache"]), features_after_a_refit()
+    return gc.get_freeze_count(), table_after_waking(["kv_cache"]), features_after_a_refit(), searches_of_two_buckets()
+
+
+def searches_of_two_buckets() -> list[int]:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    searches: list[None] = []
+    model = SimpleNamespace(modules=lambda: searches.append(None) or [], load_weights=lambda weights: None)
+    updater = SimpleNamespace(get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
+    counts = []
+    for _ in range(2):
+        assert WeightUpdater.load_weights_from_distributed(updater, [])[0]
+        counts.append(len(searches))
+    return counts
 
 
 def table_after_waking(tags: list[str]) -> list[list[int]]:
@@ -77,7 +90,8 @@ def features_after_a_refit() -> int:
 
 
 def test_what_is_loaded_is_not_collected_again_and_padding_reads_the_spare_slot() -> None:
-    ((frozen, table, num_features),) = run_engine_ranks(1, additions)
+    ((frozen, table, num_features, searches),) = run_engine_ranks(1, additions)
     assert frozen > 100_000, "SGLang and torch have made more objects than that"
     assert table == [[0] * 4, [GARBAGE] * 4, [GARBAGE] * 4]
     assert num_features == 0
+    assert searches[0] == searches[1] > 0
