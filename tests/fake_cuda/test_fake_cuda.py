@@ -64,6 +64,16 @@ def test_kernels_are_counted_and_a_wait_in_a_capture_is_refused(tmp_path: Path) 
     assert seen["violation: cudaDeviceSynchronize while a graph is captured"] >= 1
 
 
+def test_the_server_that_ranks_are_forked_from_has_not_begun_cuda(tmp_path: Path) -> None:
+    """It may have counted devices here, where there is no NVML to ask."""
+    program = """
+        import torch
+        import tests.helpers.preloaded
+        print(torch.cuda.is_initialized())
+    """
+    assert run(tmp_path, program) == ["False"]
+
+
 def test_a_handle_outlives_no_memory(tmp_path: Path) -> None:
     other = """
         import ctypes, sys

@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from spmdrl.engine.sglang import adapters as sglang_adapters
+from spmdrl.refit.refit import RefitMismatch
 from tests.fake_cuda.build import environment, missing
-from tests.helpers.models import save_qwen3
+from tests.helpers.models import save_qwen3, save_qwen3_moe
+from tests.helpers.sglang_adapters import loaded
 from tests.helpers.sglang_engine import Rank, answers, greedy, prompts, rank_with_engine, settings
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +32,13 @@ MIB = 2**20
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1024}
 SIZES = [1, 2, 4, 8, 12, 16]  # rows of a graph, up to `rollout.max_running`
 NVCC = shutil.which("nvcc")
+TRITON: dict[str, Any] = {"attention_backend": "triton", "sglang": {"sampling_backend": "pytorch"}}
 # Of a case: the number of ranks that share the engine, and settings that differ.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "by default": (1, {}),
-    "host memory": (
-        1,
-        {
-            "refit": {"transport": "shared_memory", "bucket_bytes": MIB},
-            "attention_backend": "triton",
-            "sglang": {"sampling_backend": "pytorch"},
-        },
-    ),
+    "host memory": (1, {"refit": {"transport": "shared_memory", "bucket_bytes": MIB}} | TRITON),
+    "adapters": (1, {"lora": {"rank": 8}} | TRITON),
+    "adapters beside experts": (1, {"lora": {"rank": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}} | TRITON),
 }
 pytestmark = [
     pytest.mark.slow,
@@ -49,12 +49,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["by default", "host memory"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The record of the rank that leads the engine, and the name of the case."""
-    folder = tmp_path_factory.mktemp("sglang")
-    num_ranks, _ = CASES[request.param]
-    save_qwen3(folder / "model", **SHAPE)
+    """The `record` of a case, and its name."""
+    return record(tmp_path_factory.mktemp("sglang"), request.param) | {"case": request.param}
+
+
+def record(folder: Path, case: str) -> dict[str, Any]:
+    """Run a case; return what the rank that leads the engine saw."""
+    num_ranks, _ = CASES[case]
+    if "experts" in case:
+        save_qwen3_moe(folder / "model", **SHAPE, num_experts=8, moe_intermediate_size=256)
+    else:
+        save_qwen3(folder / "model", **SHAPE)
     (folder / "log").mkdir()
     variables = environment(folder / "log", devices=num_ranks) | {
         "PYTHONPATH": os.pathsep.join([str(STARTUP), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -64,10 +71,11 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "TRITON_INTERPRET": "0",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*launcher, "-m", "tests.fake_cuda.test_sglang", str(folder), request.param]
+    command = [*launcher, "-m", "tests.fake_cuda.test_sglang", str(folder), case]
     done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-42000:]
-    return json.loads((folder / "seen.json").read_text()) | {"case": request.param}
+    found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    return found
 
 
 def test_it_starts_with_the_kernels_of_the_device_and_captures_a_graph_for_each_size(seen: dict[str, Any]) -> None:
@@ -124,6 +132,20 @@ def test_no_process_and_no_memory_is_left(seen: dict[str, Any]) -> None:
     assert seen["free"]["closed"] >= seen["free"]["before"] - 64 * MIB
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "adapters" in case])
+def test_adapters_go_from_host_memory_into_an_engine_that_got_the_base_in_device_memory(
+    tmp_path: Path, case: str
+) -> None:
+    """The engine compares the digest of what it opens, and refuses what was changed on the way."""
+    found = record(tmp_path, case)
+    assert found["loaded"] == [["policy-0"], ["policy-1"], ["policy-2"]]
+    assert found["refused"].startswith("after the refit to version 3 the engine does not hold")
+    for version, answered in enumerate(found["answers"]):
+        assert answered["version"] == version
+        assert all(spans == [[version, tokens]] for tokens, _, _, spans in answered["responses"])
+    assert found["alive"] == []
+
+
 def _cuda_home() -> str:
     """Return the folder of the CUDA toolkit, which SGLang takes to be two above `nvcc`: that may be a script."""
     compiler = Path(NVCC or "").resolve()
@@ -141,7 +163,7 @@ def main(folder: Path, case: str) -> None:
     cfg = settings(str(folder / "model"), num_ranks, **given)
     seen: dict[str, Any] = {"answers": [], "digests": [], "free": {"before": _free_bytes()}}
     with rank_with_engine(cfg) as rank:
-        for step in _steps(rank, seen, folder / "log"):
+        for step in _adapters(rank, seen) if cfg.lora else _steps(rank, seen, folder / "log"):
             seen["free"][step] = _free_bytes()
         leads = rank.engine.leads
         processes = rank.engine._process.process_ids if leads else []  # type: ignore[attr-defined]
@@ -182,12 +204,38 @@ def _steps(rank: Rank, seen: dict[str, Any], log: Path) -> Iterator[str]:
     del state
 
 
+def _adapters(rank: Rank, seen: dict[str, Any]) -> Iterator[str]:
+    """Load three versions of adapters, between which the engine sleeps, and one that is changed on the way."""
+    seen["loaded"] = []
+    rank.engine.differing = lambda _: []  # type: ignore  # of the base: experts are copied by a kernel, which does nothing
+    for version in range(3):
+        _refit(rank, seen, version=version)
+        rank.engine.wake()
+        seen["loaded"].append(sorted(loaded(rank)))
+        _answer(rank, seen, 4)
+        rank.engine.sleep()
+        yield f"asleep after version {version}"
+    real = sglang_adapters.digest
+
+    def then_changed(memory: torch.Tensor) -> str:
+        found = real(memory)
+        memory[3] ^= 1
+        return found
+
+    with patch.object(sglang_adapters, "digest", then_changed):
+        try:
+            _refit(rank, seen, version=3)
+        except RefitMismatch as error:
+            seen["refused"] = str(error)
+
+
 def _refit(rank: Rank, seen: dict[str, Any], *, version: int) -> None:
-    """Change every weight, by the host because kernels do nothing, and load them into the engine."""
+    """Change every weight that is trained, by the host because kernels do nothing, and load them into the engine."""
     on_host = sys.modules["sitecustomize"]._on_host
     for parameter in rank.policy.parameters():
-        with torch.no_grad():
-            on_host(parameter.to_local()).mul_(1.5)
+        if parameter.requires_grad:
+            with torch.no_grad():
+                on_host(parameter.to_local()).mul_(1.5)
     rank.refit(version=version)
     seen["digests"].append(dict(rank.engine._expected))  # type: ignore[attr-defined]
     seen["buckets"] = len(rank.engine._buckets)

@@ -74,8 +74,9 @@ def product_and_slope(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @needs_bits
 @BASES
 def test_a_layer_in_few_bits_computes_what_it_computes_on_a_cpu(base: str) -> None:
-    """A number in the middle between two levels may go to either: one in a thousand, by at most a step of the levels.
+    """A number in the middle between two levels may go to either, by at most a step of the levels: both are as near.
 
+    Numbers in bfloat16 lie there often: 0.24 % of these in 8 bits do, as an H100 and the nearest levels in float64 say.
     Products in bfloat16 are then compared with those in float32 of the same weights: their results have 8 bits.
     """
     torch.manual_seed(0)
@@ -84,10 +85,13 @@ def test_a_layer_in_few_bits_computes_what_it_computes_on_a_cpu(base: str) -> No
     found, expected = on_cuda.whole(), on_cpu.whole()
     assert found.is_cuda and found.dtype == expected.dtype == torch.bfloat16
     differing = found.cpu() != expected
-    assert differing.float().mean() < 1e-3
+    assert differing.float().mean() < 1e-2
     largest = weight.abs().float().flatten().unflatten(0, (-1, 64)).amax(1).repeat_interleave(64).view_as(weight)
     step = {"nf4": 0.31, "8bit": 0.02}[base]  # the widest between two levels, of those from -1 to 1
     assert ((found.cpu() - expected).float().abs() <= step * largest).all()
+    # Levels are rounded to bfloat16, and a CPU looks for them with 14 bits.
+    unequally_near = ((found.cpu() - weight).float().abs() - (expected - weight).float().abs()).abs()
+    assert (unequally_near <= 2**-6 * weight.abs().float() + 2**-14 * largest).all()
     whole = nn.Linear(320, 384, bias=False)
     whole.weight = nn.Parameter(found.cpu().float())
     for one, other in zip(product_and_slope(on_cuda, x.cuda()), product_and_slope(whole, x.float()), strict=True):

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import gc
+import os
+from importlib import import_module
 
-import peft  # noqa: F401
-import PIL.Image
-import pytest  # noqa: F401
-import reasoning_gym  # noqa: F401
+import torch
 
-import spmdrl.engine.torch.engine
-import spmdrl.pairs
-import spmdrl.report.curves
-import spmdrl.report.tensorboard
-import spmdrl.sft
-import spmdrl.train  # noqa: F401
-import tests.helpers.models  # noqa: F401
+MODULES = (
+    "PIL.Image",
+    "pytest",
+    "reasoning_gym",
+    "spmdrl.engine.torch.engine",
+    "spmdrl.pairs",
+    "spmdrl.report.curves",
+    "spmdrl.report.tensorboard",
+    "spmdrl.sft",
+    "spmdrl.train",
+    "tests.helpers.models",
+)
+# Of a process that has begun CUDA, none that is forked can use it. torch begins it to count devices unless it may ask
+# NVML; bitsandbytes, which peft imports where it is installed, begins it always.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+for module in MODULES if torch.version.cuda else (*MODULES, "peft"):
+    import_module(module)
+assert not torch.cuda.is_initialized(), "ranks that are forked from here cannot use CUDA"
 
-PIL.Image.preinit()
+import_module("PIL.Image").preinit()
 # What is here now stays; a rank that collects garbage, as every session does at its end, need not look at it again.
 gc.collect()
 gc.freeze()

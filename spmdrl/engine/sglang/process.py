@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.multiprocessing import reductions
 
 from spmdrl.dist.session import outside_default_group
 from spmdrl.engine.protocol import EngineDied
@@ -126,14 +127,27 @@ def knows_architecture(name: str) -> bool:
 
 def share_tensors(device_type: str) -> None:
     """Allow this process to hand tensors to the engine's processes; call it once, before the first tensor."""
+    # File descriptors travel over a connection that is guarded by a key, and torchrun's ranks have different ones.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     if device_type == "cuda":
         import_sglang()
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # handles then name a device by its UUID, which is the same everywhere
-    else:
-        # File descriptors travel over a connection that is guarded by a key, and torchrun's ranks have different ones.
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        reductions.reduce_tensor = _reduce_tensor
+        reductions.init_reductions()
+
+
+def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor on a device as SGLang does, whose function knows no other, and one in host memory as torch does.
+
+    Adapters are sent from host memory, whatever the device.
+    """
+    from sglang.srt.utils.patch_torch import _reduce_tensor_modified
+
+    reduce = _reduce_tensor_modified if tensor.is_cuda else reductions._reduce_tensor_original
+    reduced: tuple[Any, ...] = reduce(tensor)
+    return reduced
 
 
 class Handle:
@@ -144,7 +158,7 @@ class Handle:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reduced = torch.multiprocessing.reductions.reduce_tensor(tensor)
+        self._reduced = reductions.reduce_tensor(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reduced
