@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ SGLANG = (
     "offload.trainer=all",
 )
 # By size of the model: prompts of a step, tokens of a prompt, which are characters, of a response and of a micro-batch.
-LOADS = {"tiny": (2, 16, 4, 512), "0.6b": (16, 160, 1536, 16384)}
+LOADS = {"tiny": (2, 16, 4, 512), "0.6b": (16, 160, 512, 16384)}
 PEAKS = re.compile(r"^peak memory of .*\n((?:  .*\n)+)", re.MULTILINE)  # the run prints them, predicted and measured
 PEAK = re.compile(r"^  (\w+) +([\d.]+) +([\d.]+)", re.MULTILINE)
 
@@ -128,19 +129,21 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> None:
 
 
 def train(folder: Path, args: argparse.Namespace) -> str:
-    """Run to the end; return what the run printed, which goes to this program's standard error as well."""
-    on_cpu = args.device == "cpu"
+    """Run to the end; return what the run printed. It goes to this program's standard error as well, with the seconds
+    since the start before each line: a run that is killed shows where its time went."""
+    began, on_cpu = time.monotonic(), args.device == "cpu"
     run = subprocess.Popen(
         [sys.executable, "-m", "spmdrl.train", str(folder / "config.toml"), *(() if on_cpu else SGLANG)],
         cwd=HERE.parent,
-        env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert run.stdout is not None
     lines = []
     for line in run.stdout:
-        sys.stderr.write(line)
+        sys.stderr.write(f"{time.monotonic() - began:6.1f} s  {line}")
+        sys.stderr.flush()
         lines.append(line)
     if code := run.wait():
         sys.exit(f"the run ended with exit code {code}")

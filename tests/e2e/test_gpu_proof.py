@@ -34,9 +34,11 @@ def test_dies(): os._exit(3)
 def test_later(): ...
 """
 HANGS = """\
-import subprocess, sys, time
-# As torchrun starts its ranks.
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+import subprocess, sys, tempfile, time
+# As torchrun starts its ranks, and `finished_torchrun` keeps what they write.
+program = "import time; print('step 3', flush=True); sleeps = time.sleep; sleeps(600)"
+file = tempfile.NamedTemporaryFile(prefix="torchrun-")
+child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=file, stderr=file)
 print("child", child.pid)
 time.sleep(600)
 """
@@ -148,6 +150,9 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started_and_says_where(reco
     (hung,) = (one for one in record["steps"] if one["name"] == "hangs")
     assert hung["seconds"] < 20
     assert re.search(r'File "<string>", line \d+ in <module>', record["log"])  # the stacks
+    run = "\n".join(hung["tail"]).partition("-- torchrun-")[2]
+    assert re.search(r"\nstep 3\n.*Fatal Python error: Aborted.*line 1 in <module>", run, re.DOTALL)
+    assert run in record["log"]
     (child,) = re.findall(r"^child (\d+)$", record["log"], re.MULTILINE)
     assert not is_alive(int(child))
 

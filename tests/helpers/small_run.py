@@ -9,7 +9,8 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
 from unittest import mock
 
 import tomlkit
@@ -142,10 +143,23 @@ def start_torchrun(num_ranks: int, *arguments: str, max_restarts: int = 0, **str
 
 
 def finished_torchrun(num_ranks: int, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Run to the end by torchrun, however it ends."""
+    """Run to the end by torchrun, however it ends.
+
+    What it writes lies in files meanwhile, which tests/gpu/proof/run.py shows of a step that it has to kill.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = torchrun_command(num_ranks, *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    with _stream("out") as out, _stream("err") as err:
+        done = subprocess.run(command, stdout=out, stderr=err, timeout=timeout_s, env=environment)
+        return subprocess.CompletedProcess(command, done.returncode, *(_text(stream) for stream in (out, err)))
+
+
+def _stream(name: str) -> IO[bytes]:
+    return NamedTemporaryFile(prefix="torchrun-", suffix=f".{name}")
+
+
+def _text(stream: IO[bytes]) -> str:
+    return Path(stream.name).read_text(encoding="utf-8")
 
 
 def torchrun(folder: Path, num_ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:

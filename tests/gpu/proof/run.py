@@ -29,6 +29,7 @@ RUNNING, NOT_REACHED = "running", "not reached"  # RUNNING stays where the stage
 MIN_SHARE = 0.25  # a step that would have less of its limit than this is not begun
 STACKS_S = 5.0  # for a process to write its stacks before it is killed
 TAIL_LINES = 25
+RUNS_LINES = 100  # of each stream of a run that was killed with its test
 _NO_TESTS = 5  # the exit code of pytest when a file skips itself
 _POLL_S = 0.1
 _GONE_S = 10.0  # for killed processes to give back what they hold
@@ -107,8 +108,10 @@ def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO, shows_at_
                 sink=sink,
                 meanwhile=(lambda: None) if shows_at_end else (lambda: _show(source.read(), log)),
             )
-            if shows_at_end:
-                _show(title + source.read(), log)
+            if killed:
+                sink.write("\n".join(_what_runs_wrote(Path(scratch))).encode())
+                sink.flush()
+            _show(title + source.read() if shows_at_end else source.read(), log)
         seen, text = tests_seen.read(lines), output.read_text(encoding="utf-8", errors="replace")
     found: Record = {
         "status": KILLED if killed else _status(code, seen),
@@ -119,8 +122,15 @@ def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO, shows_at_
     if seen is not None:
         found["tests"] = seen
     if found["status"] not in (PASSED, SKIPPED):
-        found["tail"] = text.splitlines()[-TAIL_LINES:]
+        found["tail"] = text.splitlines()[-(2 * RUNS_LINES if killed else TAIL_LINES) :]
     return found
+
+
+def _what_runs_wrote(scratch: Path) -> Iterator[str]:
+    """Yield the last lines of runs that were not finished, from the files of tests/helpers/small_run.py."""
+    for path in sorted(scratch.glob("torchrun-*")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from ("", f"-- {path.name}: the last of {len(lines)} lines", *lines[-RUNS_LINES:])
 
 
 def last_object(text: str) -> Record:
@@ -162,8 +172,13 @@ def _run(
 
     try:
         killed = not has_ended(limit_s)
-        if killed:
-            process.send_signal(signal.SIGABRT)  # Python's fault handler writes the stacks of all threads
+        if killed:  # Python's fault handler writes the stacks of all threads
+            for one in _processes_with(f"{_MARK}={mark}".encode()):
+                if one != process.pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGABRT)
+            time.sleep(_POLL_S)
+            process.send_signal(signal.SIGABRT)
             has_ended(STACKS_S)
     finally:
         _kill_all(process, f"{_MARK}={mark}".encode())

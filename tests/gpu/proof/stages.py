@@ -110,7 +110,7 @@ STAGES: Mapping[str, Stage] = {
                 "run-0.6b",
                 "benchmarks/gpu_run.py",
                 limit_s=240.0,
-                expected="seconds of each phase; predicted memory near measured",
+                expected="128 responses of 512 tokens a step: seconds of each phase; predicted memory near measured",
                 claim=(
                     "Speed",
                     "A run of a 0.6B-shaped model with SGLang: seconds of each phase; predicted and measured memory.",
