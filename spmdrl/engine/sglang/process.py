@@ -145,8 +145,8 @@ def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """
     from sglang.srt.utils.patch_torch import _reduce_tensor_modified
 
-    reduce = _reduce_tensor_modified if tensor.is_cuda else reductions._reduce_tensor_original
-    reduced: tuple[Any, ...] = reduce(tensor)
+    original = reductions._reduce_tensor_original  # type: ignore[attr-defined]  # where SGLang keeps it
+    reduced: tuple[Any, ...] = (_reduce_tensor_modified if tensor.is_cuda else original)(tensor)
     return reduced
 
 
