@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ class SGLangFamily:
     """The ways in which SGLang's class of a family differs from its others."""
 
     is_tried: bool = True  # False: refused
+    not_on_cpu: str = ""  # computed there; refused on a CPU
     differs: str = ""  # in what it computes, and by how much; refused
     images_compared: bool = False  # with the trainer, for requests with images
     patch_values: int | None = None  # the only size of patches that it reads; None: any
     splits_embedding: bool = True  # False: every device of an engine has it whole
     has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
-    has_other_windows: bool = False  # than the model: none at all, or one token more
+    reads_windows: bool = False  # False: it has none at all, or one token more than the model
+    is_cut: bool = True  # False: its layout over several devices is not known here
     has_bare_attention: bool = False  # layers have the weights of their attention directly
     copies_embedding: bool = False  # its head is a copy of the embedding, where the two are tied
     has_gates: bool = True  # in its MLPs and experts
@@ -107,7 +109,10 @@ class ModelFamily:
 _CAPPED = LogitSetting("final_logit_softcapping", "softcap")
 _COMMAND_R = LogitSetting("logit_scale", "factor")
 _GRANITE = LogitSetting("logits_scaling", "divisor")
-_UNTRIED, _OTHER_WINDOWS = SGLangFamily(is_tried=False), SGLangFamily(has_other_windows=True)
+_UNCUT, _UNTRIED = SGLangFamily(is_cut=False), SGLangFamily(is_tried=False, is_cut=False)
+_UNTRIED_WITH_WINDOWS = replace(_UNTRIED, reads_windows=True)
+_MAMBA2 = replace(_UNTRIED, not_on_cpu="layers of Mamba 2")
+_SHORT_CONVS = replace(_UNTRIED, not_on_cpu="short convolutions")
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 FAMILIES: Mapping[str, ModelFamily] = {
@@ -141,28 +146,34 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_vl_moe": ModelFamily(vision="grid", has_transposed_experts=True),
     "gemma3": ModelFamily(vision="fixed"),
     "gemma4": ModelFamily(vision="pooled", of_sounds=("audio_tower", "embed_audio"), logits=_CAPPED),
-    "gemma2": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
-    "gemma3_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, sglang=SGLangFamily(splits_embedding=False)),
+    "gemma2": ModelFamily(
+        caps_scores=True,
+        logits=_CAPPED,
+        has_wide_norms=True,
+        sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="soft caps of attention"),
+    ),
+    "gemma3_text": ModelFamily(
+        logits=_CAPPED, has_wide_norms=True, sglang=SGLangFamily(splits_embedding=False, reads_windows=True)
+    ),
     "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
     "nanochat": ModelFamily(logits=_CAPPED),
     "cohere": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
-    "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True, sglang=_OTHER_WINDOWS),
+    "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "granite": ModelFamily(logits=_GRANITE),
-    "granitemoe": ModelFamily(logits=_GRANITE),
-    "granitemoeshared": ModelFamily(logits=_GRANITE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), ModelFamily(logits=_GRANITE, sglang=_UNCUT)),
     "granite_swa": ModelFamily(logits=_GRANITE),
     "granitemoe_swa": ModelFamily(logits=_GRANITE),
     "minicpm3": ModelFamily(logits=_GRANITE),  # hidden states are divided, which is the same
     "granitemoehybrid": ModelFamily(
-        classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE, sglang=_UNTRIED
+        classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE, sglang=_MAMBA2
     ),
-    "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer"), sglang=_UNTRIED),
+    "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer"), sglang=_MAMBA2),
     "falcon_h1": ModelFamily(
         classes="FalconH1",
         mamba2=Mamba2(mixer="Mixer", has_multipliers=True),
         logits=LogitSetting("lm_head_multiplier", "factor"),
-        sglang=SGLangFamily(is_tried=False, has_bare_attention=True, has_unused=(".q_norm.weight", ".k_norm.weight")),
+        sglang=replace(_MAMBA2, has_bare_attention=True, has_unused=(".q_norm.weight", ".k_norm.weight")),
     ),
     "nemotron_h": ModelFamily(
         classes="NemotronH",
@@ -175,19 +186,35 @@ FAMILIES: Mapping[str, ModelFamily] = {
             width="conv_kernel",
         ),
         published_layers={"linear_attention": "mamba", "full_attention": "attention"},
-        sglang=SGLangFamily(is_tried=False, has_gates=False),
+        sglang=replace(_MAMBA2, has_gates=False),
     ),
-    "lfm2": ModelFamily(
-        classes="Lfm2", has_short_convs=True, sglang=SGLangFamily(is_tried=False, copies_embedding=True)
+    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=replace(_SHORT_CONVS, copies_embedding=True)),
+    "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_SHORT_CONVS),
+    "gemma4_text": ModelFamily(
+        logits=_CAPPED,
+        has_wide_norms=True,
+        passes_keys_on=True,
+        sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="attention"),
     ),
-    "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_UNTRIED),
-    "gemma4_text": ModelFamily(logits=_CAPPED, has_wide_norms=True, passes_keys_on=True, sglang=_UNTRIED),
-    "apertus": ModelFamily(sglang=SGLangFamily(has_gates=False)),
+    "apertus": ModelFamily(
+        sglang=SGLangFamily(
+            has_gates=False,
+            differs="keeps the parameters of activations in bfloat16, which changes log-probabilities by 3e-03 nats",
+        )
+    ),
     "phi": ModelFamily(
         sglang=SGLangFamily(differs="leaves out the bias of the head, which changes log-probabilities by 3e-01 nats")
     ),
-    "longcat_flash": ModelFamily(bare_linears=("router.classifier",)),
-    **dict.fromkeys(("phi3", "starcoder2"), ModelFamily(sglang=_OTHER_WINDOWS)),
+    "longcat_flash": ModelFamily(bare_linears=("router.classifier",), sglang=replace(_UNTRIED, not_on_cpu="attention")),
+    **dict.fromkeys(("gpt_oss", "exaone4"), ModelFamily(sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="attention"))),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        ModelFamily(sglang=replace(_UNTRIED, not_on_cpu="attention")),
+    ),
+    "minimax_m2": ModelFamily(sglang=replace(_UNTRIED, not_on_cpu="norms of queries and keys")),
+    "mimo_v2_flash": ModelFamily(
+        sglang=SGLangFamily(differs="does not start with rotary settings for each kind of layers")
+    ),
     "phimoe": ModelFamily(reads_short_factors_only=True),
 }
 _OTHER = ModelFamily()
@@ -196,6 +223,14 @@ _OTHER = ModelFamily()
 def family_of(config: Any) -> ModelFamily:
     """Return the row of a model by transformers' config: its own, not that of its text model."""
     return FAMILIES.get(getattr(config, "model_type", ""), _OTHER)
+
+
+def sglang_window(config: Any) -> int | None:
+    """Return the tokens of a sequence up to which SGLang sees what the model's windows show; None: in any sequence."""
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    layers = getattr(text, "layer_types", None) or ("sliding_attention",)
+    return None if family_of(text).sglang.reads_windows or "sliding_attention" not in layers else window
 
 
 def without_sounds(config: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The table is what docs/gen/models.json holds, which `--run` writes: the verdict of `spmdrl model` about each model whose
 released settings are known, or about those that are named, and the versions that gave it. SGLang's answers are those of
-docs/gen/models-sglang.json, which `docs.gen.models_sglang` writes.
+docs/gen/models-sglang.json, which `docs.gen.models_sglang` writes, and for a GPU of docs/gen/models-sglang-cuda.json.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from spmdrl.tools.model_source import released
 
 PAGE = Path("docs/models.md")
 RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
+ON_A_DEVICE = Path("docs/gen/models-sglang-cuda.json")  # a record, with its commit, of what was asked on a GPU
 BEGIN, END = "<!-- released: begin -->\n", "<!-- released: end -->\n"
 # A column of the table, and the questions that it answers.
 COLUMNS = {
@@ -29,8 +30,9 @@ COLUMNS = {
     "torch engine": ("torch engine",),
     "export": ("export and reload",),
 }
-# Types on which tests/engine compares SGLang, with kernels or files that a tiny model of `spmdrl model` lacks.
-IN_TESTS = ("qwen3_next", "qwen3_5", "qwen3_vl", "qwen2_5_vl")
+# Types on which tests/engine compares SGLang on a CPU, with kernels that SGLang lacks there.
+IN_TESTS = ("qwen3_next", "qwen3_5")
+_ANSWERS = ("yes", "no", "failed", "refused")
 Answers = Mapping[str, Sequence[str]]  # of a model: question -> (answer, remark)
 
 
@@ -46,12 +48,13 @@ def of_sglang_about(name: str, asked: Mapping[str, Sequence[str]]) -> Sequence[s
 
 
 def _engines(name: str, asked: Mapping[str, Sequence[str]]) -> str:
-    if of_sglang_about(name, asked)[0] == "yes":
-        return "torch and SGLang"
+    answer, remark = of_sglang_about(name, asked)
+    if answer == "yes":
+        return "torch, and SGLang up to its window" if "its window" in remark else "torch and SGLang"
     return "torch, and SGLang in tests/engine" if type_of(name) in IN_TESTS else "torch alone"
 
 
-def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any], on_a_device: Mapping[str, Any]) -> str:
     """The part of the page between its marks."""
     models: Mapping[str, Answers] = results["models"]
     asked: Mapping[str, Sequence[str]] = of_sglang["models"]
@@ -72,8 +75,8 @@ def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any]) -> str:
     lines += _reasons(models)
     lines += [
         "",
-        f"SGLang was asked about {len(asked)} models on {of_sglang['date']}, by {said_of_sglang}. What is not *yes*,",
-        "and why:",
+        f"SGLang was asked about {len(asked)} models on {of_sglang['date']}, by {said_of_sglang}: {_counts(asked)}.",
+        "What is not *yes*, and why; *failed* is SGLang that did not start or stopped, and says nothing of the model:",
         "",
         "| model | type | SGLang | why |",
         "|---|---|---|---|",
@@ -83,7 +86,28 @@ def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any]) -> str:
         for name, (answer, remark) in asked.items()
         if answer != "yes"
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_of_a_device(on_a_device)]) + "\n"
+
+
+def _counts(asked: Mapping[str, Sequence[str]]) -> str:
+    answers = [answer for answer, _ in asked.values()]
+    return ", ".join(f"{answers.count(one)} {one}" for one in _ANSWERS if one in answers)
+
+
+def _of_a_device(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines about what was asked on a GPU: a row for each answer, with all models that have it."""
+    asked: Mapping[str, Sequence[str]] = results["models"]
+    yield ""
+    yield (
+        f"On an {results['device']}, SGLang was asked on {results['date']} at commit {results['commit'][:12]}, by "
+        f"{_versions(results)}: {results['note']}. {len(results['not reached'])} models were not reached."
+    )
+    yield from ("", "| models | SGLang on a GPU | |", "|---|---|---|")
+    having: dict[tuple[str, str], list[str]] = {}
+    for name, (answer, remark) in asked.items():
+        having.setdefault((answer, remark), []).append(name)
+    for (answer, remark), names in sorted(having.items(), key=lambda row: _ANSWERS.index(row[0][0])):
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {answer} | {_in_cell(remark)} |"
 
 
 def _versions(results: Mapping[str, Any]) -> str:
@@ -112,10 +136,10 @@ def _reasons(models: Mapping[str, Answers]) -> Iterator[str]:
 
 def page(text: str) -> str:
     """The whole page, of which the part between the marks is new."""
-    results, of_sglang = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, SGLANG_RESULTS))
+    read = [json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, SGLANG_RESULTS, ON_A_DEVICE)]
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(results, of_sglang)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(*read)}\n{END}{after}"
 
 
 def run(names: Sequence[str]) -> None:

@@ -7,8 +7,9 @@ with the answer or at its limit of time; what it wrote, where the answer is not 
 
 On a CPU it computes in float32, and engines start as those of the tests do, in processes that are forked from one which
 has imported SGLang: two seconds each in the place of twenty. With `--device cuda` SGLang computes in float32 too, with
-its own torch code in the place of kernels that take 16 bits alone, and with Triton's in full precision; a model that
-does not compute so is asked about again in bfloat16, with all of SGLang's kernels. Remarks say which of the two it was.
+its own torch code in the place of kernels that take 16 bits alone, and with Triton's in full precision; a model with
+gated delta nets, whose kernels take 16 bits alone, is asked about in bfloat16, with all of SGLang's kernels, and so, in
+the end, is one that did not compute in float32. Remarks say which of the two it was.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import torch
 from spmdrl import __version__
 from spmdrl.dist.launcher import free_port
 from spmdrl.engine.protocol import EngineDied
+from spmdrl.families import FAMILIES, ModelFamily
 from spmdrl.tools.model_source import released
 
 RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
@@ -50,7 +52,8 @@ _FIRST = (
 )
 # Refusals of what was never tried, which `--untried` leaves out to try it.
 _UNTRIED = re.compile(
-    "was not tried with SGLang|layout in SGLang is not known here|no kernels on a CPU|SGLang knows only models in which"
+    "was not tried with SGLang|layout in SGLang is not known here|no kernels on a CPU|computes no .* on a CPU|"
+    "SGLang knows only models in which"
 )
 _PACKAGES = ("sglang", "transformers", "torch")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|OutOfResources)\b.*", re.MULTILINE)  # the end of a traceback
@@ -135,13 +138,14 @@ def answer_of(asking: Asking) -> Answer:
     def untried(*arguments: Any, **settings: Any) -> Iterator[str]:
         return (text for text in problems(*arguments, **settings) if not _UNTRIED.search(text))
 
-    def noted(text: str) -> EngineDied:
-        traceback.print_exc()
-        return EngineDied(text)
+    class Noted(EngineDied):
+        def __init__(self, text: str) -> None:
+            traceback.print_exc()
+            super().__init__(text)
 
     with (
         tempfile.TemporaryDirectory(prefix="model-") as folder,
-        patch.object(process, "EngineDied", noted),
+        patch.object(process, "EngineDied", Noted),
         patch.object(model_rows.SGLangEngine, "problems", untried) if asking.untried else nullcontext(),
         patch.object(options, "_free_port", lambda _: ports(asking.slot)),
         patch.object(options, "check_orphans", lambda: None),  # the others that are asked about
@@ -160,7 +164,7 @@ def answers_of(
     """Yield the name of each model, its answer, and what its processes wrote, as they come; the remark of a failure is
     what SGLang raised. On a device, those that fail to compute in float32 come again, at the end, in bfloat16."""
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        waiting = [Asking(name, folder, device=device, untried=untried) for name in reversed(asked)]
+        waiting = [Asking(name, folder, device, _dtype_of(name, device), untried) for name in reversed(asked)]
         again: list[Asking] = []
         running: dict[int, tuple[Any, Asking, float]] = {}  # by slot
         try:
@@ -183,6 +187,12 @@ def answers_of(
         finally:
             for process, _, _ in running.values():
                 _end(process)
+
+
+def _dtype_of(name: str, device: str) -> str:
+    """Return the dtype in which a model is asked about first."""
+    has_delta_nets = FAMILIES.get(released()[name]["config"]["model_type"], ModelFamily()).delta_net is not None
+    return "bfloat16" if device == "cuda" and has_delta_nets else "float32"
 
 
 def _started(asking: Asking) -> Any:
@@ -212,12 +222,14 @@ def _found(asking: Asking, limit_s: float) -> tuple[Answer, str, bool]:
     """Return the answer, what was written, and False when SGLang failed before it computed anything."""
     log = asking.file("log").read_text(encoding="utf-8", errors="replace") if asking.file("log").exists() else ""
     if not asking.file("json").exists():
-        return ["no", f"no answer within {limit_s:g} s, or its process died"], log, False
+        return ["failed", f"no answer within {limit_s:g} s, or its process died"], log, False
     answer, remark, *trace = json.loads(asking.file("json").read_text(encoding="utf-8"))
     has_computed = " nats" in remark
     is_final = has_computed or (answer == "refused" and "did not start" not in remark)
-    if answer != "yes" and not has_computed and (raised := _RAISED.findall(log)):
-        remark = f"SGLang: {raised[-1]}{f'; {remark}' if _MISMATCH in remark else ''}"
+    if not is_final:
+        answer = "failed"  # which says nothing of what the model would compute
+        if raised := _RAISED.findall(log):
+            remark = f"SGLang: {raised[-1]}{f'; {remark}' if _MISMATCH in remark else ''}"
     if len(remark) > _MOST_CHARACTERS:
         remark = f"{remark[:_MOST_CHARACTERS]}..."
     return [answer, remark], "\n".join([log, *trace]), is_final

@@ -41,7 +41,7 @@ from spmdrl.data.turns import TurnEncoder
 from spmdrl.data.vision import ImageIntake, ImageReader, NoImages
 from spmdrl.dist.session import default_device_type
 from spmdrl.engine.start import engine_class
-from spmdrl.families import family_of, vision_family
+from spmdrl.families import sglang_window, vision_family
 from spmdrl.learn.objective import policy_loss_problems
 from spmdrl.learn.optim import optimizer_problems
 from spmdrl.model import rotary
@@ -471,10 +471,10 @@ def _rotary_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel
 
 def _window_problems(cfg: Config | TuningConfig, plan: Plan, policy: OpenedModel) -> Iterator[str]:
     text = policy.config.get_text_config()
-    is_asked = isinstance(cfg, Config) and cfg.rollout.engine == "sglang" and family_of(text).sglang.has_other_windows
-    window = getattr(text, "sliding_window", None)
+    is_asked = isinstance(cfg, Config) and cfg.rollout.engine == "sglang"
+    window = sglang_window(text) if is_asked else None
     longest = max(plan.max_sequence_tokens, plan.max_eval_sequence_tokens)
-    if is_asked and window is not None and longest > window:
+    if window is not None and longest > window:
         yield (
             f'rollout.engine = "sglang" with {text.model_type}: SGLang computes other windows than its {window} tokens '
             f'(sliding_window), and a prompt and its response may have {longest}; set it to "torch", or lower '

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from spmdrl.engine.sglang.engine import SGLangEngine
 from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.engine.sglang.transport import wanted_transport
 from spmdrl.engine.torch.engine import TorchEngine
+from spmdrl.families import family_of, sglang_window, vision_family
 from spmdrl.model.few_bits import quantization_refusal
 from spmdrl.model.layer_kinds import recurrent_layers
 from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
@@ -48,6 +50,7 @@ from spmdrl.tools.model_scores import (
     sequences,
     settings_of,
 )
+from spmdrl.tools.model_shrink import save_processor
 from spmdrl.tools.model_source import ModelSource
 from spmdrl.types import Request, UserError
 from spmdrl.types import Sequence as Tokens
@@ -59,6 +62,7 @@ _TIMES, _MOST = 4.0, 1e-3
 _ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
 _LORA = LoraConfig(rank=4, alpha=4.0)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 50, 20  # of what engines sample
+_MOST_TOKENS = _PROMPT_TOKENS + _RESPONSE_TOKENS
 RANKS = 2
 
 # Settings that change what a part of a model computes, most telling first; the part's name has one of the words.
@@ -261,6 +265,7 @@ def _sglang(subject: Subject, world: World) -> Found:
     )
     if problems := list(SGLangEngine.problems(cfg, config, _ends(config), num_ranks=1, device_type=device_type)):
         raise UserError("; ".join(problems))
+    save_processor(config, Path(subject.path))
     options = sglang_options(cfg, make_plan(cfg, num_ranks=1), world, config)
     policy = load_trained(cfg.model, None, meshes, temperature=TEMPERATURE, seed=0)
     transport = wanted_transport("auto", device_type)
@@ -275,7 +280,10 @@ def _sglang(subject: Subject, world: World) -> Found:
         except RefitMismatch as error:  # by name or by value; what it computes with what it holds is asked all the same
             differing = str(error)
         engine.wake()
-        answer, said = _as_precise(_sampled(engine, config, batch), subject)
+        window = min(sglang_window(config) or _MOST_TOKENS, _MOST_TOKENS)
+        answer, said = _as_precise(_sampled(engine, config, batch, most_tokens=window), subject)
+        if window < _MOST_TOKENS:
+            said += f" up to {window} tokens, its window: runs with longer sequences are refused"
         return ("no", f"{said}, but {differing}") if differing else (answer, said)
     except RuntimeError as error:  # it died, or gave a request up
         return "no", " ".join(f"{differing} {error}".split())
@@ -289,10 +297,15 @@ def _of_device(config: Any, device_type: str) -> dict[str, Any]:
     if device_type == "cpu":  # which lacks the default schedule and cache strategy of hybrids
         hybrid = {"disable_overlap_schedule": True, "mamba_radix_cache_strategy": "no_buffer"}
         return {"sglang": arguments | hybrid} if arguments else {}
-    return {
-        **{"attention_backend": "triton", "cuda_graphs": False, "memory_fraction": 0.5, "max_kv_tokens": 2048},
-        "sglang": arguments | {"sampling_backend": "pytorch", "grammar_backend": "none"},
-    }
+    arguments |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+    if vision_family(config) is not None:
+        arguments["mm_attention_backend"] = "triton_attn"
+    if find_spec("flashinfer") is None:  # which models with some layers would tune all the same
+        arguments["disable_flashinfer_autotune"] = True
+    # SGLang takes none of Triton's where the first layer may have no attention.
+    attention = "torch_native" if family_of(config).has_short_convs else "triton"
+    memory = {"memory_fraction": 0.5, "max_kv_tokens": 2048}
+    return {"attention_backend": attention, "cuda_graphs": False, "sglang": arguments} | memory
 
 
 def _as_precise(sampled: Sequence[Tokens], subject: Subject) -> Found:
@@ -315,9 +328,11 @@ def _ends(config: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-def _sampled(engine: RolloutEngine, config: Any, batch: Sequence[Tokens]) -> list[Tokens]:
-    """Sample after the beginnings of these sequences."""
-    longest = min(_PROMPT_TOKENS, (changes_after(config) or 10**9) - _RESPONSE_TOKENS)
+def _sampled(
+    engine: RolloutEngine, config: Any, batch: Sequence[Tokens], *, most_tokens: int = _MOST_TOKENS
+) -> list[Tokens]:
+    """Sample after the beginnings of these sequences, up to so many tokens with the response."""
+    longest = min(most_tokens, changes_after(config) or most_tokens) - _RESPONSE_TOKENS
     prompts = [sequence.token_ids[:longest] for sequence in batch]
     settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(config)}
     asked = [

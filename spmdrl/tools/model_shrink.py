@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from spmdrl.families import family_of
 from spmdrl.model.trunk import model_class
@@ -64,6 +65,8 @@ TOKENS_OF_IMAGES = (
     *("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"),
 )
+# By how the placeholders of an image are counted.
+_PROCESSORS = {"grid": "Qwen2VLImageProcessor", "fixed": "Gemma3ImageProcessor", "pooled": "Gemma4ImageProcessor"}
 # What follows from sizes, and is computed again by transformers; and what says how weights are stored.
 _DERIVED = {"qk_head_dim", "per_layer_config", "quantization_config", "auto_map", "dtype", "model_type"}
 
@@ -220,3 +223,29 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
         file = path / "model.safetensors"
         files = {name: x.mT.contiguous() if ".experts." in name else x for name, x in load_file(file).items()}
         save_file(files, file, {"format": "pt"})
+
+
+def save_processor(config: Any, path: Path) -> None:
+    """Write a tokenizer and the settings of a processor beside a tiny model with images, which SGLang does not start
+    without; nothing for other models."""
+    kind = family_of(config).vision
+    if kind is None:
+        return
+    names = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token")
+    backend = Tokenizer(models.WordLevel({f"<{number}>": number for number in range(VOCABULARY)}, unk_token="<0>"))
+    special = {name: f"<|{name}|>" for name in names}
+    PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=special).save_pretrained(path)
+    vision = config.vision_config.to_dict()
+    image = {"image_processor_type": _PROCESSORS[kind]} | {
+        name: vision[name] for name in ("patch_size", "temporal_patch_size", "pooling_kernel_size") if name in vision
+    }
+    if kind == "grid":
+        image["merge_size"] = vision["spatial_merge_size"]
+    written = {"preprocessor_config.json": image}
+    if kind == "pooled":
+        sounds = {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+        video = {"video_processor_type": "Gemma4VideoProcessor"}
+        parts = {"feature_extractor": sounds, "image_processor": image, "video_processor": video}
+        written = {"processor_config.json": {"processor_class": "Gemma4Processor"} | parts}
+    for name, settings in written.items():
+        (path / name).write_text(json.dumps(settings), encoding="utf-8")

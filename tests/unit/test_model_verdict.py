@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import Qwen3Config
+from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen3Config
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import spmdrl.tools.model_rows as rows
 import spmdrl.tools.model_scores as scores
 from docs.gen.models_reference import PAGE, RESULTS, SGLANG_RESULTS, page
-from docs.gen.models_sglang import answers_of
+from docs.gen.models_sglang import _dtype_of, answers_of
 from spmdrl.dist.session import spmd_session
 from spmdrl.families import LogitScale
 from spmdrl.model import policy, recurrent
 from spmdrl.model.supported import refusal_of_config
 from spmdrl.tools.model import answers, main, memory_line
-from spmdrl.tools.model_shrink import OF_SOUNDS, SIZES, TOKENS_OF_IMAGES, TOWER, save_tiny, shrunk
+from spmdrl.tools.model_shrink import OF_SOUNDS, SIZES, TOKENS_OF_IMAGES, TOWER, save_processor, save_tiny, shrunk
 from spmdrl.tools.model_source import released, source_of
 from spmdrl.types import UserError
 
@@ -159,9 +160,31 @@ def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_answers_as_recorded() -> None:
     names = ["qwen3-0.6b", "granite-3.3-2b", "mixtral-8x7b", "gpt-oss-20b", "lfm2-350m", "ministral-3-8b", "phi-2"]
+    names += ["phi-3-mini-4k", "qwen3-vl-2b"]
     written = json.loads(SGLANG_RESULTS.read_text())["models"]
     found = {name: answer[0] for name, answer, _ in answers_of(names, at_once=2)}
     assert found == {name: written[name][0] for name in names}
+
+
+def test_sglang_is_asked_on_a_device_with_kernels_that_are_there() -> None:
+    def of(name: str) -> dict[str, Any]:
+        return rows._of_device(source_of(name).config, "cuda")
+
+    assert of("qwen3-vl-2b")["sglang"]["mm_attention_backend"] == "triton_attn"
+    assert "mm_attention_backend" not in of("qwen3-0.6b")["sglang"]
+    assert ("disable_flashinfer_autotune" in of("nemotron-3-nano")["sglang"]) == (find_spec("flashinfer") is None)
+    assert (of("lfm2-350m")["attention_backend"], of("qwen3-0.6b")["attention_backend"]) == ("torch_native", "triton")
+    assert _dtype_of("qwen3-next-80b-a3b", "cuda") == _dtype_of("qwen3.5-35b-a3b", "cuda") == "bfloat16"
+    assert _dtype_of("qwen3-next-80b-a3b", "cpu") == _dtype_of("qwen3-0.6b", "cuda") == "float32"
+
+
+def test_a_tiny_model_with_images_has_all_that_its_processor_reads(tmp_path: Path) -> None:
+    config = shrunk(source_of("gemma-4-26b-a4b").config)
+    config.save_pretrained(tmp_path)
+    save_processor(config, tmp_path)
+    assert AutoFeatureExtractor.from_pretrained(tmp_path).model_input_names
+    assert AutoImageProcessor.from_pretrained(tmp_path, backend="pil").patch_size == config.vision_config.patch_size
+    assert AutoTokenizer.from_pretrained(tmp_path).image_token == "<|image_token|>"
 
 
 def test_weights_of_few_bits_and_real_sizes_are_named() -> None:

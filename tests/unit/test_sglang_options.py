@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
     AutoConfig,
+    BambaConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    Gemma2Config,
     Gemma3Config,
+    Gemma3TextConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MistralConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
@@ -35,7 +43,14 @@ from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_problems
 from spmdrl.engine.sglang.libraries import attention_problem, kernel_problem
 from spmdrl.engine.sglang.models import expert_problems, hybrid_problems, rotary_problems
-from spmdrl.engine.sglang.options import SGLangOptions, _device_problems, _graph_problems, sglang_options
+from spmdrl.engine.sglang.options import (
+    SGLangOptions,
+    _device_problems,
+    _family_problem,
+    _graph_problems,
+    _parallel_problems,
+    sglang_options,
+)
 from spmdrl.engine.sglang.requests import RouteReader, image_problems, route_problems
 from spmdrl.model.load import load_model_config
 from spmdrl.preflight.inputs import _window_problems
@@ -483,9 +498,9 @@ def test_rotary_embeddings_that_sglang_computes_otherwise_are_refused() -> None:
 
 
 def test_windows_that_sglang_computes_otherwise_are_refused_beyond_them() -> None:
-    def sentences(engine: str, longest: int, **settings: Any) -> list[str]:
+    def sentences(engine: str, longest: int, kind: type[PreTrainedConfig] = Phi3Config, **settings: Any) -> list[str]:
         plan: Any = SimpleNamespace(max_sequence_tokens=longest, max_eval_sequence_tokens=0)
-        policy: Any = SimpleNamespace(config=Phi3Config(**settings))
+        policy: Any = SimpleNamespace(config=kind(**settings))
         cfg = Config.model_construct(rollout=RolloutConfig.model_construct(engine=engine))
         return list(_window_problems(cfg, plan, policy))
 
@@ -493,3 +508,35 @@ def test_windows_that_sglang_computes_otherwise_are_refused_beyond_them() -> Non
     assert "phi3: SGLang computes other windows than its 2047 tokens" in sentence and "may have 2048" in sentence
     assert not sentences("sglang", 2047, sliding_window=2047) + sentences("sglang", 2048)
     assert not sentences("torch", 2048, sliding_window=2047)
+    assert sentences("sglang", 4097, MistralConfig, sliding_window=4096)  # and of every type that is not known to
+    assert not sentences("sglang", 4097, MistralConfig, sliding_window=None)
+    assert sentences("sglang", 4097, Cohere2Config, sliding_window=4096)
+    assert not sentences("sglang", 4097, Cohere2Config, sliding_window=4096, layer_types=["full_attention"] * 40)
+    assert not sentences("sglang", 4097, Gemma3TextConfig, sliding_window=512)
+
+
+@pytest.mark.parametrize(
+    ("model", "said_on_cpu", "said_on_device"),
+    [
+        (Qwen3Config(), None, None),
+        (ApertusConfig(), "keeps the parameters of activations in bfloat16", "in bfloat16"),
+        (DeepseekV3Config(), "computes no attention on a CPU", "was not tried with SGLang"),
+        (Gemma2Config(), "computes no soft caps of attention on a CPU", "was not tried with SGLang"),
+        (BambaConfig(), "computes no layers of Mamba 2 on a CPU", "was not tried with SGLang"),
+    ],
+)
+def test_models_that_sglang_does_not_compute_are_refused_before_the_start(
+    model: PreTrainedConfig, said_on_cpu: str | None, said_on_device: str | None
+) -> None:
+    for device, said in (("cpu", said_on_cpu), ("cuda", said_on_device)):
+        problem = _family_problem("m", model, device)
+        assert problem is None if said is None else said in str(problem)
+
+
+def test_weights_that_are_cut_in_a_way_not_known_here_are_refused_on_several_devices() -> None:
+    def sentences(tp_size: int, model: PreTrainedConfig) -> list[str]:
+        return list(_parallel_problems(tp_size, model, num_ranks=4, device_type="cpu"))
+
+    (sentence,) = sentences(2, GraniteMoeConfig())
+    assert "rollout.tp_size = 2 with granitemoe: how SGLang cuts its weights is not known here; set it to 1" in sentence
+    assert not sentences(1, GraniteMoeConfig()) + sentences(2, Qwen3Config())

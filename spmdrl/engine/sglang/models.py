@@ -142,13 +142,16 @@ def _hybrid_settings(model_config: Any) -> dict[str, Any]:
 
 def _settings_by_other_names(model_config: Any) -> dict[str, Any]:
     """Return settings that SGLang reads by another name, and that without it are those of the first release: the
-    length from which on Ministral 3 scales queries by the place of their token, and Nemotron-H's groups."""
+    length from which on Ministral 3 scales queries by the place of their token, Nemotron-H's groups, and the activation
+    of Gemma 2."""
     rope, mamba = getattr(model_config, "rope_parameters", None) or {}, family_of(model_config).mamba2
     found: dict[str, Any] = {}
     if rope.get("llama_4_scaling_beta"):
         found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if mamba is not None and mamba.groups == "n_groups":
         found["mamba_n_groups"] = model_config.n_groups
+    if family_of(model_config).caps_scores:
+        found["hidden_act"] = model_config.hidden_activation
     return found
 
 

@@ -108,17 +108,9 @@ def sglang_problems(
     """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang
     cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
-    if not family_of(model_config.get_text_config()).sglang.is_tried:
-        yield (
-            f'model.path = "{cfg.model.path}" is a {model_config.model_type}, which was not tried with SGLang: nothing '
-            'says that it computes what the trainer does; set rollout.engine = "torch"'
-        )
+    if problem := _family_problem(cfg.model.path, model_config, device_type):
+        yield problem
         return
-    if differs := family_of(model_config.get_text_config()).sglang.differs:
-        yield (
-            f'model.path = "{cfg.model.path}" is a {model_config.model_type}, whose class in SGLang '
-            f'{sglang_process.SUPPORTED_VERSION} {differs}; set rollout.engine = "torch"'
-        )
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
     if local_rank() == 0:  # one rank of each machine looks
@@ -172,6 +164,20 @@ def sglang_problems(
         kind = sglang_process.argument_types()["attention_backend"]
         if problem := sglang_process.type_problem(backend, kind):
             yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
+
+
+def _family_problem(path: str, model_config: Any, device_type: str) -> str | None:
+    """Return a sentence when SGLang does not compute the models of a type, or nobody has seen that it does."""
+    family = family_of(model_config.get_text_config()).sglang
+    if family.differs:
+        why = f"whose class in SGLang {sglang_process.SUPPORTED_VERSION} {family.differs}"
+    elif family.not_on_cpu and device_type == "cpu":
+        why = f"for which SGLang {sglang_process.SUPPORTED_VERSION} computes no {family.not_on_cpu} on a CPU"
+    elif not family.is_tried:
+        why = "which was not tried with SGLang: nothing says that it computes what the trainer does"
+    else:
+        return None
+    return f'model.path = "{path}" is a {model_config.model_type}, {why}; set rollout.engine = "torch"'
 
 
 def _cache_problems(cfg: Config) -> Iterator[str]:
@@ -273,6 +279,11 @@ def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, devic
     model_config = model_config.get_text_config()
     heads = model_config.num_attention_heads
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    if tp_size > 1 and not family_of(model_config).sglang.is_cut:
+        yield (
+            f"rollout.tp_size = {tp_size} with {model_config.model_type}: how SGLang cuts its weights is not known "
+            'here; set it to 1, or rollout.engine = "torch"'
+        )
     if heads % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the model's {heads} attention heads; {_divisors(heads)}"
     elif key_heads % tp_size and (tp_size % key_heads or device_type == "cpu"):
