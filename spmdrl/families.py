@@ -205,7 +205,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "phi": ModelFamily(
         sglang=SGLangFamily(differs="leaves out the bias of the head, which changes log-probabilities by 3e-01 nats")
     ),
-    "longcat_flash": ModelFamily(bare_linears=("router.classifier",), sglang=replace(_UNTRIED, not_on_cpu="attention")),
+    "longcat_flash": ModelFamily(
+        bare_linears=("router.classifier",),
+        sglang=SGLangFamily(differs="does not start, because it finds no rotary settings"),
+    ),
     **dict.fromkeys(("gpt_oss", "exaone4"), ModelFamily(sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="attention"))),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe"),
