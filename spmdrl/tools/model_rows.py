@@ -331,7 +331,7 @@ def _ends(config: Any) -> frozenset[int]:
 def _sampled(
     engine: RolloutEngine, config: Any, batch: Sequence[Tokens], *, most_tokens: int = _MOST_TOKENS
 ) -> list[Tokens]:
-    """Sample after the beginnings of these sequences, up to so many tokens with the response."""
+    """Sample after the beginnings of these sequences, at most `most_tokens` with the response."""
     longest = min(most_tokens, changes_after(config) or most_tokens) - _RESPONSE_TOKENS
     prompts = [sequence.token_ids[:longest] for sequence in batch]
     settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(config)}
