@@ -332,9 +332,11 @@ def _sampled(
     engine: RolloutEngine, config: Any, batch: Sequence[Tokens], *, most_tokens: int = _MOST_TOKENS
 ) -> list[Tokens]:
     """Sample after the beginnings of these sequences, at most `most_tokens` with the response."""
-    longest = min(most_tokens, changes_after(config) or most_tokens) - _RESPONSE_TOKENS
+    room = min(most_tokens, changes_after(config) or most_tokens)
+    response = min(_RESPONSE_TOKENS, room // 2)
+    longest = room - response
     prompts = [sequence.token_ids[:longest] for sequence in batch]
-    settings: dict[str, Any] = {"max_response_tokens": _RESPONSE_TOKENS, "stop_token_ids": _ends(config)}
+    settings: dict[str, Any] = {"max_response_tokens": response, "stop_token_ids": _ends(config)}
     asked = [
         Request(prompt_ids=ids, seed=seed, temperature=TEMPERATURE, **settings) for seed, ids in enumerate(prompts)
     ]
