@@ -20,7 +20,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.families import vision_family
 from spmdrl.model.attention_layer import Attend, AttentionLayer, CausalAttention
-from spmdrl.model.kernels import Kernel, SequenceLayout, causal_attention, cumulative, has_flash, load_varlen
+from spmdrl.model.kernels import (
+    Kernel,
+    SequenceLayout,
+    causal_attention,
+    cumulative,
+    for_varlen,
+    has_flash,
+    load_varlen,
+)
 from spmdrl.types import UserError
 
 # Attention that is causal except in blocks, such as images, whose tokens see each other.
@@ -118,13 +126,11 @@ class _Together:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        groups = q.shape[1] // k.shape[1]  # repeated, as in kernels.py
-        k, v = (x[self._keys] for x in (k, v))
-        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+        k, v, grouped = for_varlen(q, k[self._keys], v[self._keys])
         # The last query and the last key of a block are the same token.
         window = (-1, -1) if layer.window is None else (layer.window - 1, self._max_queries)
         lengths = (self._cu_queries, self._cu_keys, self._max_queries, self._max_keys)
-        out = varlen_attn(q[self._queries], k, v, *lengths, scale=layer.scale, window_size=window)
+        out = varlen_attn(q[self._queries], k, v, *lengths, scale=layer.scale, window_size=window, **grouped)
         assert isinstance(out, Tensor)
         return out
 

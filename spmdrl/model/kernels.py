@@ -7,6 +7,7 @@ context parallelism, or those of the nodes above, in a prefix tree. Its last que
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, zip_longest
@@ -211,13 +212,27 @@ def _flash_attn(
 def _torch_varlen(
     run: Callable[..., Any], offsets: Offsets, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer
 ) -> Tensor:
-    # Repeated, not enable_gqa: torch 2.11 has no such argument.
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    k, v, grouped = for_varlen(q, k, v)
     if layer.sinks is not None:
         return attention_in_parts(q, k, v, layer.sinks, FlashWithNormalizer(offsets, layer))
-    out: Tensor = run(q, k, v, *offsets, scale=layer.scale, window_size=window_size(layer))
+    out: Tensor = run(q, k, v, *offsets, scale=layer.scale, window_size=window_size(layer), **grouped)
     return out
+
+
+def for_varlen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return keys and values as `varlen_attn` takes them beside these queries, and its argument about their heads."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or varlen_takes_groups():
+        return k, v, {"enable_gqa": True} if groups > 1 else {}
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), {}
+
+
+@functools.cache
+def varlen_takes_groups() -> bool:
+    """Return False where keys and values are repeated for each query head: torch 2.11 and 2.12 have no `enable_gqa`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)

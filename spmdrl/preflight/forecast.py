@@ -39,6 +39,7 @@ from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank, StoredModel
 from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases, turn_problems
 from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.fused import has_fused_layers
+from spmdrl.model.kernels import varlen_takes_groups
 from spmdrl.model.layer_kinds import (
     attending_layers,
     cached_heads,
@@ -210,7 +211,7 @@ def describe_rank(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, d
         size=size,
         decoder=decoder,
         critic=critic,
-        repeats_keys=attention == "varlen",
+        repeats_keys=attention == "varlen" and not varlen_takes_groups(),
         fuses_layers=attention != "sdpa" and not is_exact,
         compute_bytes=compute_bytes,
         tile_elements=TILE_ELEMENTS["cuda" if on_gpu else "cpu"],

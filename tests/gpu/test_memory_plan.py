@@ -18,6 +18,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import update
 from spmdrl.memory.activations import ActivationSettings, activation_bytes
+from spmdrl.model.kernels import varlen_takes_groups
 from spmdrl.model.load import load_policy
 from spmdrl.model.offload import StateOnHost, TrainerMemory
 from spmdrl.preflight.forecast import Model, decoder_of, predict
@@ -65,7 +66,8 @@ def test_what_is_kept_is_what_the_formula_says(level: str) -> None:
     scores = policy(batch)
     measured = allocated() - before
     shapes = {name: tuple(parameter.shape) for name, parameter in policy.model.named_parameters()}
-    kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, repeats_keys=True, fused=True)
+    options = {"repeats_keys": not varlen_takes_groups(), "fused": True}
+    kept = ActivationSettings(level=level, every_layers=1, compute_bytes=2, **options)
     predicted = activation_bytes(decoder_of(policy.model.config, shapes), kept, num_tokens=SEQUENCE_TOKENS * 8)
     assert 0.85 < predicted / measured < 1.15
     with Watch() as watch:

@@ -54,7 +54,8 @@ def _forward(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "as the kernels demand"
-    assert q.shape[1] == k.shape[1] and len(q) == cu_queries[-1] and len(k) == len(v) == cu_keys[-1]
+    assert len(q) == cu_queries[-1] and len(k) == len(v) == cu_keys[-1]
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for queries, keys in _sequences(cu_queries, cu_keys, max_queries, max_keys):
         bias = _bias(queries, keys, is_causal, window_size_left, window_size_right)
@@ -83,6 +84,8 @@ def _backward(
     window_size_left: int = -1,
     window_size_right: int = -1,
 ) -> tuple[Tensor, ...]:
+    shapes = [(len(x), x.shape[1], -1, x.shape[2]) for x in (q, k, v)]
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for queries, keys in _sequences(cu_queries, cu_keys, max_queries, max_keys):
         bias = _bias(queries, keys, is_causal, window_size_left, window_size_right)
@@ -90,7 +93,7 @@ def _backward(
         found = _BACKWARD(*rows, lse[None, :, queries].contiguous(), 0.0, False, attn_mask=bias, scale=scale)
         for whole, tokens, part in zip(grads, (queries, keys, keys), found, strict=True):
             whole[tokens] = part[0].transpose(0, 1)
-    return grads
+    return tuple(x.view(shape).sum(2) for x, shape in zip(grads, shapes, strict=True))  # of each group of heads
 
 
 _ON_CPU = torch.library.Library("aten", "IMPL")

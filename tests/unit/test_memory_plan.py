@@ -22,6 +22,7 @@ from spmdrl.memory.overhead import (
 )
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
+from spmdrl.model.kernels import varlen_takes_groups
 from spmdrl.model.load import parameter_shapes, read_model_config
 from spmdrl.preflight.forecast import Model, describe_rank, expert_names, predict, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
@@ -55,8 +56,9 @@ def test_every_part_of_every_phase() -> None:
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
-    # For each token: norms, inputs of the projections, norms of heads, attention with repeated keys, the MLP.
-    layer = 2 * (2 * 64 + 4) + 2 * 2 * 64 + 2 * (128 + 64) + (2 * 4 * 128 + 4 * 4) + 3 * 2 * 256
+    keys = 64 if varlen_takes_groups() else 128
+    # For each token: norms, inputs of the projections, norms of heads, attention, the MLP.
+    layer = 2 * (2 * 64 + 4) + 2 * 2 * 64 + 2 * (128 + 64) + (2 * 2 * (128 + keys) + 4 * 4) + 3 * 2 * 256
     outside = 2 * 64 + 4 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
     # A model this small has its fullest moment in the last layer: gradients of the MLP and of hidden states.
     update = {

@@ -36,6 +36,12 @@ BILLIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _with_the_torch_of_gpu_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of constraints/cuda.txt, whatever is installed here."""
+    monkeypatch.setattr("spmdrl.preflight.forecast.varlen_takes_groups", lambda: True)
+
+
 @pytest.mark.parametrize("name", BILLIONS)
 def test_published_shapes_have_the_published_number_of_parameters(name: str) -> None:
     model = Model.read(published_config(name), ModelConfig(path=name))
