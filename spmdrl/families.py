@@ -163,7 +163,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "nanochat": ModelFamily(logits=_CAPPED),
     "cohere": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
-    "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True, sglang=_UNTRIED),
+    "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "granite": ModelFamily(logits=_GRANITE),
     "granitemoe": ModelFamily(logits=_GRANITE, sglang=_UNCUT),
     **dict.fromkeys(
