@@ -285,6 +285,7 @@ HARMLESS = (
     "rollout.memory_fraction",
     "rollout.max_kv_tokens",
     "rollout.chunked_prefill_tokens",
+    "rollout.allow_untested",
     "rollout.cuda_graphs",
     "rollout.restart_engine",
     "refit",

@@ -61,6 +61,7 @@ ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
                 "rollout.memory_fraction",
                 "rollout.max_kv_tokens",
                 "rollout.chunked_prefill_tokens",
+                "rollout.allow_untested",
                 "rollout.attention_backend",
                 "rollout.cuda_graphs",
                 "rollout.quantization",

@@ -50,6 +50,10 @@ class RolloutConfig(Section):
     CPU `max_running` sequences of the greatest length."""
     chunked_prefill_tokens: Count | None = None
     """Tokens in each chunk that an SGLang engine cuts a longer prompt into. Unset: its own choice."""
+    allow_untested: bool = False
+    """Start SGLang with a type of model whose log-probabilities were never compared there with the trainer's, or with
+    weights cut over `tp_size` devices in a way that was not compared. The first refit compares every weight by digest,
+    and `mismatch/max_abs_nats` says how far SGLang is from the trainer. See `docs/models.md`."""
     attention_backend: str | None = None
     """Attention kernels of an SGLang engine, such as `fa3` or `triton`. Unset: its own choice."""
     cuda_graphs: bool = True

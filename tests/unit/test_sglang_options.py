@@ -56,6 +56,7 @@ from spmdrl.model.load import load_model_config
 from spmdrl.preflight.inputs import _window_problems
 from tests.helpers import fake_packages
 from tests.helpers.config_file import GOOD, read
+from tests.helpers.configs import minimal_config
 from tests.helpers.few_bits import save_gpt_oss_in_mxfp4
 from tests.helpers.models import GATED_DELTA_NET, SIZES, config_of, longrope, save_gpt_oss, save_qwen3, save_qwen3_moe
 from tests.helpers.vision_models import save_qwen3_vl
@@ -515,28 +516,35 @@ def test_windows_that_sglang_computes_otherwise_are_refused_beyond_them() -> Non
     assert not sentences("sglang", 4097, Gemma3TextConfig, sliding_window=512)
 
 
+NOT_TRIED = "was not tried with SGLang"
+
+
 @pytest.mark.parametrize(
     ("model", "said_on_cpu", "said_on_device"),
     [
         (Qwen3Config(), None, None),
         (ApertusConfig(), "keeps the parameters of activations in bfloat16", "in bfloat16"),
-        (DeepseekV3Config(), "computes no attention on a CPU", "was not tried with SGLang"),
-        (Gemma2Config(), "computes no soft caps of attention on a CPU", "was not tried with SGLang"),
-        (BambaConfig(), "computes no layers of Mamba 2 on a CPU", "was not tried with SGLang"),
+        (DeepseekV3Config(), "computes no attention on a CPU", NOT_TRIED),
+        (Gemma2Config(), "computes no soft caps of attention on a CPU", NOT_TRIED),
+        (BambaConfig(), "computes no layers of Mamba 2 on a CPU", NOT_TRIED),
     ],
 )
 def test_models_that_sglang_does_not_compute_are_refused_before_the_start(
     model: PreTrainedConfig, said_on_cpu: str | None, said_on_device: str | None
 ) -> None:
     for device, said in (("cpu", said_on_cpu), ("cuda", said_on_device)):
-        problem = _family_problem("m", model, device)
+        problem = _family_problem(minimal_config(), model, device)
         assert problem is None if said is None else said in str(problem)
+        tried = _family_problem(minimal_config(rollout={"engine": "sglang", "allow_untested": True}), model, device)
+        assert tried == (None if said == NOT_TRIED else problem)
 
 
 def test_weights_that_are_cut_in_a_way_not_known_here_are_refused_on_several_devices() -> None:
-    def sentences(tp_size: int, model: PreTrainedConfig) -> list[str]:
-        return list(_parallel_problems(tp_size, model, num_ranks=4, device_type="cpu"))
+    def sentences(tp_size: int, model: PreTrainedConfig, **more: bool) -> list[str]:
+        rollout = minimal_config(rollout={"engine": "sglang", "tp_size": tp_size, **more}).rollout
+        return list(_parallel_problems(rollout, model, num_ranks=4, device_type="cpu"))
 
     (sentence,) = sentences(2, GraniteMoeConfig())
     assert "rollout.tp_size = 2 with granitemoe: how SGLang cuts its weights is not known here; set it to 1" in sentence
+    assert not sentences(2, GraniteMoeConfig(), allow_untested=True)
     assert not sentences(1, GraniteMoeConfig()) + sentences(2, Qwen3Config())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import EXACT_BACKENDS, Config
+from spmdrl.config import EXACT_BACKENDS, Config, RolloutConfig
 from spmdrl.config.plan import Plan
 from spmdrl.data.tokenizer import listed_end_tokens
 from spmdrl.dist.session import World, local_rank
@@ -108,7 +108,7 @@ def sglang_problems(
     """Yield a sentence for each reason why `rollout.engine = "sglang"` could not start. Raises UserError when SGLang
     cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
-    if problem := _family_problem(cfg.model.path, model_config, device_type):
+    if problem := _family_problem(cfg, model_config, device_type):
         yield problem
         return
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
@@ -120,7 +120,7 @@ def sglang_problems(
     yield from _argument_problems(cfg.rollout.sglang)
     yield from _graph_problems(cfg)
     engine_ranks = cfg.rollout.num_ranks or num_ranks
-    yield from _parallel_problems(cfg.rollout.tp_size, model_config, num_ranks=engine_ranks, device_type=device_type)
+    yield from _parallel_problems(cfg.rollout, model_config, num_ranks=engine_ranks, device_type=device_type)
     yield from _placement_problems(cfg.rollout.tp_size, first=num_ranks - engine_ranks, num_ranks=num_ranks)
     if cfg.refit.transport == "cuda_ipc" and device_type != "cuda":
         yield 'refit.transport = "cuda_ipc" needs a CUDA device, and there is none; set it to "auto"'
@@ -166,18 +166,22 @@ def sglang_problems(
             yield f'rollout.attention_backend = "{backend}": {problem[0].lower()}{problem[1:]}'
 
 
-def _family_problem(path: str, model_config: Any, device_type: str) -> str | None:
+def _family_problem(cfg: Config, model_config: Any, device_type: str) -> str | None:
     """Return a sentence when SGLang does not compute the models of a type, or nobody has seen that it does."""
-    family = family_of(model_config.get_text_config()).sglang
+    family, instead = family_of(model_config.get_text_config()).sglang, 'set rollout.engine = "torch"'
     if family.differs:
         why = f"whose class in SGLang {sglang_process.SUPPORTED_VERSION} {family.differs}"
     elif family.not_on_cpu and device_type == "cpu":
         why = f"for which SGLang {sglang_process.SUPPORTED_VERSION} computes no {family.not_on_cpu} on a CPU"
-    elif not family.is_tried:
+    elif not family.is_tried and not cfg.rollout.allow_untested:
         why = "which was not tried with SGLang: nothing says that it computes what the trainer does"
+        instead += (
+            ", or rollout.allow_untested = true to try it: weights are compared by digest, and mismatch/max_abs_nats "
+            "says how far SGLang is from the trainer"
+        )
     else:
         return None
-    return f'model.path = "{path}" is a {model_config.model_type}, {why}; set rollout.engine = "torch"'
+    return f'model.path = "{cfg.model.path}" is a {model_config.model_type}, {why}; {instead}'
 
 
 def _cache_problems(cfg: Config) -> Iterator[str]:
@@ -273,16 +277,17 @@ def _architecture_problems(path: str, architectures: Sequence[str] | None) -> It
         )
 
 
-def _parallel_problems(tp_size: int, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
+def _parallel_problems(rollout: RolloutConfig, model_config: Any, *, num_ranks: int, device_type: str) -> Iterator[str]:
+    tp_size = rollout.tp_size
     if num_ranks % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the {num_ranks} ranks; {_divisors(num_ranks)}"
     model_config = model_config.get_text_config()
     heads = model_config.num_attention_heads
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    if tp_size > 1 and not family_of(model_config).sglang.is_cut:
+    if tp_size > 1 and not family_of(model_config).sglang.is_cut and not rollout.allow_untested:
         yield (
             f"rollout.tp_size = {tp_size} with {model_config.model_type}: how SGLang cuts its weights is not known "
-            'here; set it to 1, or rollout.engine = "torch"'
+            'here; set it to 1, rollout.engine = "torch", or rollout.allow_untested = true to try it'
         )
     if heads % tp_size:
         yield f"rollout.tp_size = {tp_size} does not divide the model's {heads} attention heads; {_divisors(heads)}"
