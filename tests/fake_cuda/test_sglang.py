@@ -181,9 +181,9 @@ def _steps(rank: Rank, seen: dict[str, Any], log: Path) -> Iterator[str]:
     yield "started"
     _refit(rank, seen, version=0)
     engine.wake()
-    yield "awake"
     _answer(rank, seen, 4)
     seen["aborted"] = [(len(one.token_ids), one.finish_reason) for one in _aborted(engine)]
+    yield "awake"  # with what the first requests take for good: modules, workspaces
     engine.sleep()
     yield "asleep"
     _refit(rank, seen, version=1)
