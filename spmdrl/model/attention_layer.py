@@ -82,7 +82,7 @@ def prepend_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tenso
 class NormalizerKernel(Protocol):
     """Attention that also returns the logarithm of each softmax's denominator, and its backward pass.
 
-    q, out and grad are [T, H, D], k and v [keys, H, D]; lse is [H, T] float32, of a kernel for float64 float64.
+    q, out and grad are [T, H, D], k and v [keys, H or K, D]; lse is [H, T] float32, of a kernel for float64 float64.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from spmdrl.model.kernels import (
     SequenceLayout,
     causal_attention,
     cumulative,
+    for_varlen,
     has_flash,
     offsets_of,
 )
@@ -70,8 +71,7 @@ def tree_attention(tree: PrefixTree, kernel: Kernel, device: torch.device) -> Ca
         make: Callable[[_Level], NormalizerKernel] = functools.partial(_Products, layer=layer)
         if kernel == "varlen" and has_flash(kernel, q.shape[-1], layer):
             make = functools.partial(_flash, layer=layer)
-            groups = q.shape[1] // k.shape[1]
-            k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))  # as in kernels.py
+            k, v, _ = for_varlen(q, k, v)
         itself, *above = levels
         parts = [Part(make(level), level.queries, level.keys) for level in above]
         return attention_in_parts(q, k, v, layer.sinks, make(itself), parts)

@@ -85,7 +85,7 @@ def test_a_layer_in_few_bits_computes_what_it_computes_on_a_cpu(base: str) -> No
     found, expected = on_cuda.whole(), on_cpu.whole()
     assert found.is_cuda and found.dtype == expected.dtype == torch.bfloat16
     differing = found.cpu() != expected
-    assert differing.float().mean() < 1e-2
+    assert differing.float().mean() < {"nf4": 1e-3, "8bit": 5e-3}[base]
     largest = weight.abs().float().flatten().unflatten(0, (-1, 64)).amax(1).repeat_interleave(64).view_as(weight)
     step = {"nf4": 0.31, "8bit": 0.02}[base]  # the widest between two levels, of those from -1 to 1
     assert ((found.cpu() - expected).float().abs() <= step * largest).all()

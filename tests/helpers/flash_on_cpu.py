@@ -54,7 +54,7 @@ def _forward(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "as the kernels demand"
-    assert len(q) == cu_queries[-1] and len(k) == len(v) == cu_keys[-1]
+    assert q.shape[1] % k.shape[1] == 0 and len(q) == cu_queries[-1] and len(k) == len(v) == cu_keys[-1]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     for queries, keys in _sequences(cu_queries, cu_keys, max_queries, max_keys):

@@ -22,7 +22,6 @@ from spmdrl.memory.overhead import (
 )
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
-from spmdrl.model.kernels import varlen_takes_groups
 from spmdrl.model.load import parameter_shapes, read_model_config
 from spmdrl.preflight.forecast import Model, describe_rank, expert_names, predict, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
@@ -49,14 +48,15 @@ def phases_of(cfg: Config | TuningConfig, *, num_ranks: int = 2, on_gpu: bool = 
     return {phase.name: phase for phase in prediction.phases}
 
 
-def test_every_part_of_every_phase() -> None:
+@pytest.mark.parametrize("keys", [64, 128], ids=["grouped heads", "keys for each query head"])
+def test_every_part_of_every_phase(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmdrl.preflight.forecast.varlen_takes_groups", lambda: keys == 64)
     phases = phases_of(minimal_config())
     shard, bucket = WHOLE // 2, 2 * WHOLE  # no row is left over; a bucket would hold more than the model
     gathered = 2 * (EMBEDDING + 64 + 2 * LAYER)
     trainer = {"weights": 4 * shard, "optimizer": 8 * shard, "refit buckets": 2 * bucket + bucket + bucket // 2}
     host = {"process": CUDA_PROCESS_BYTES}
     tokens = 64
-    keys = 64 if varlen_takes_groups() else 128
     # For each token: norms, inputs of the projections, norms of heads, attention, the MLP.
     layer = 2 * (2 * 64 + 4) + 2 * 2 * 64 + 2 * (128 + 64) + (2 * 2 * (128 + keys) + 4 * 4) + 3 * 2 * 256
     outside = 2 * 64 + 4 + 2 * 64 + 2 * 2 * 32  # the last norm, what the head reads, rotary tables
