@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGED = " with changes"
+_RESULTS = (":!benchmarks/results", ":!docs/gen/*.json")
 _SOURCES = ("spmdrl/**/*.py", "tests/**/*.py", "benchmarks/*.py", "launch/*", "configs/*.toml")
 
 
@@ -40,7 +41,7 @@ def commit_from_git(root: Path) -> str | None:
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root.resolve():  # a copy that lies in another repository
         return None
-    changes = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changes = _git(root, "status", "--porcelain", "--", ".", *_RESULTS)
     return f"{_git(root, 'rev-parse', 'HEAD')}{CHANGED if changes else ''}"
 
 

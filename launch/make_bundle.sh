@@ -26,8 +26,8 @@ imported=(
     pydantic_core==2.50.4 pyzmq setproctitle sniffio starlette truststore typing-inspection uvicorn xgrammar==0.2.7
 )
 ours=(
-    antlr4-python3-runtime==4.13.2 bitsandbytes==0.50.2 docstring-parser==0.18.0 iniconfig latex2sympy2_extended math-verify==0.9.0 pluggy pytest==9.2.0
-    pytest-timeout==2.4.0 tomlkit==0.15.2
+    antlr4-python3-runtime==4.13.2 bitsandbytes==0.50.2 docstring-parser==0.18.0 iniconfig latex2sympy2_extended
+    math-verify==0.9.0 pluggy pytest==9.2.0 pytest-timeout==2.4.0 tomlkit==0.15.2
 )
 
 platforms=()

@@ -98,9 +98,11 @@ def _of_a_device(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines about what was asked on a GPU: a row for each answer, with all models that have it."""
     asked: Mapping[str, Sequence[str]] = results["models"]
     yield ""
+    note = f": {results['note']}" if results["note"] else ""
     yield (
-        f"On an {results['device']}, SGLang was asked on {results['date']} at commit {results['commit'][:12]}, by "
-        f"{_versions(results)}: {results['note']}. {len(results['not reached'])} models were not reached."
+        f"On an {results['device']}, SGLang was asked on {results['date']} by {_versions(results)}{note}. "
+        f"{len(results['not reached'])} models were not reached. These are answers to the question as it was put at "
+        f"commit {results['commit'][:12]}."
     )
     yield from ("", "| models | SGLang on a GPU | |", "|---|---|---|")
     having: dict[tuple[str, str], list[str]] = {}

@@ -1,9 +1,11 @@
 """Ask SGLang about a model of each type that is trained: `python -m docs.gen.models_sglang [NAME ...] [OPTION ...]`.
 
 Writes docs/gen/models-sglang.json, from which docs/models.md takes its column "engine tested": the row of SGLang of
-`spmdrl model`, and the versions that gave it. SGLang finds its class by the type, so a type's first model with released
-settings speaks for those that are not asked about. Every model is asked about in a process group of its own, which ends
-with the answer or at its limit of time; what it wrote, where the answer is not yes, is in a log beside the answers.
+`spmdrl model`, with the commit and the versions that gave it; NAMEs are added to a record of the same. With `--device
+cuda` that is docs/gen/models-sglang-cuda.json. SGLang finds its class by the type, so a type's first model with
+released settings speaks for those that are not asked about. Every model is asked about in a process group of its own,
+which ends with the answer or at its limit of time; what it wrote, where the answer is not yes, is in a log beside the
+answers.
 
 On a CPU it computes in float32, and engines start as those of the tests do, in processes that are forked from one which
 has imported SGLang: two seconds each in the place of twenty. With `--device cuda` SGLang computes in float32 too, with
@@ -36,13 +38,15 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.commit import ROOT, commit_id
 from spmdrl import __version__
 from spmdrl.dist.launcher import free_port
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.families import FAMILIES, ModelFamily
 from spmdrl.tools.model_source import released
 
-RESULTS, SGLANG_RESULTS = Path("docs/gen/models.json"), Path("docs/gen/models-sglang.json")
+RESULTS = Path("docs/gen/models.json")
+RECORDS = {"cpu": Path("docs/gen/models-sglang.json"), "cuda": Path("docs/gen/models-sglang-cuda.json")}
 # Those that only a device can answer for, or where the answer matters most, before the others.
 _FIRST = (
     *("nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "gemma4_text", "gemma4", "ministral3", "phi", "phi3"),
@@ -50,18 +54,19 @@ _FIRST = (
     *("exaone4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "gemma2", "glm4_moe_lite", "minimax_m2"),
     *("granitemoe", "ernie4_5_moe", "starcoder2", "cohere2", "longcat_flash", "mimo_v2_flash", "apertus"),
 )
-# Refusals of what was never tried, which `--untried` leaves out to try it.
-_UNTRIED = re.compile(
-    "was not tried with SGLang|layout in SGLang is not known here|no kernels on a CPU|computes no .* on a CPU|"
-    "SGLang knows only models in which"
-)
+# Refusals that `--untried` leaves out, besides those of a type.
+_UNTRIED = re.compile("layout in SGLang is not known here|no kernels on a CPU|SGLang knows only models in which")
 _PACKAGES = ("sglang", "transformers", "torch")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|OutOfResources)\b.*", re.MULTILINE)  # the end of a traceback
 _MISMATCH = "the engine does not hold"  # the trainer's weights
 _MOST_CHARACTERS, _LAST_LINES = 200, 40
 _POLL_S = 0.1
 # Of SGLang on a device in float32: torch's code for its own operators, and no TF32 in Triton's products.
-_IN_FLOAT32 = {**{"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}}
+_IN_FLOAT32 = {
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+    "TRITON_F32_DEFAULT": "ieee",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
 
 Answer = list[str]
 
@@ -147,6 +152,7 @@ def answer_of(asking: Asking) -> Answer:
         tempfile.TemporaryDirectory(prefix="model-") as folder,
         patch.object(process, "EngineDied", Noted),
         patch.object(model_rows.SGLangEngine, "problems", untried) if asking.untried else nullcontext(),
+        patch.object(options, "_family_problem", lambda *_: None) if asking.untried else nullcontext(),
         patch.object(options, "_free_port", lambda _: ports(asking.slot)),
         patch.object(options, "check_orphans", lambda: None),  # the others that are asked about
     ):
@@ -238,37 +244,45 @@ def _found(asking: Asking, limit_s: float) -> tuple[Answer, str, bool]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Ask about these models, or about one of each type, and write the answers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="without any, a model of each type")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="adds to a record; without any, a model of each type")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="models that are asked about at a time")
-    parser.add_argument("--untried", action="store_true", help="also what is refused because nobody tried it")
-    parser.add_argument("--out", type=Path, default=SGLANG_RESULTS, metavar="FILE")
+    parser.add_argument("--untried", action="store_true", help="also types that are refused")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the record; unset, that of the device in docs/gen")
+    parser.add_argument("--note", default="", metavar="TEXT", help="what else a reader of the answers should know")
     parser.add_argument("--limit-s", type=float, default=250.0, metavar="S", help="of one model")
     parser.add_argument("--budget-s", type=float, default=1e9, metavar="S", help="of all; what runs then is ended")
     given = parser.parse_args(argv)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no device here; leave it out")
     end = time.monotonic() + given.budget_s
-    adds = bool(given.names) and given.out.exists()
-    found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8"))["models"] if adds else {}
-    head = {
-        "date": f"{datetime.date.today()}",
+    out: Path = given.out or RECORDS[given.device]
+    source = {
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "CPU",
         "versions": {"spmdrl": __version__} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "commit": commit_id(ROOT, ROOT / "bundle" / "commit.json"),
+        "untried": given.untried,
     }
+    adds = bool(given.names) and out.exists()
+    earlier: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if adds else {}
+    if adds and (other := [key for key in source if earlier.get(key, False) != source[key]]):
+        parser.error(f"{out} has answers of another {', '.join(other)}; leave NAME out, or set another --out")
+    found: dict[str, Any] = earlier.get("models", {})
+    note = "; ".join(text for text in (earlier.get("note"), given.note) if text)
+    head = {"date": f"{datetime.date.today()}"} | source | {"note": note}
     asked, seconds = given.names or names(), time.monotonic()
-    logs = given.out.with_suffix(".log")
+    if given.device == "cuda":
+        asked = in_order(asked)
+    logs = out.with_suffix(".log")
     logs.write_text("", encoding="utf-8")
     reached: set[str] = set()
+    left = dict.fromkeys([*earlier.get("not reached", ()), *asked])
 
     def write() -> None:
         ordered = {name: found[name] for name in released() if name in found}
-        missing = [name for name in asked if name not in reached]
-        results = head | ({"not reached": missing} if missing else {}) | {"models": ordered}
-        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        results = head | {"not reached": [name for name in left if name not in found], "models": ordered}
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
-    if given.device == "cuda":
-        asked = in_order(asked)
     limits = {"limit_s": given.limit_s, "at_once": given.at_once}
     asking = answers_of(asked, device=given.device, untried=given.untried, **limits)
     for number in (signal.SIGALRM, signal.SIGTERM):

@@ -129,7 +129,7 @@ def test_settings_that_work_pass(answers: dict[str, Answer]) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("unheard-of", "is a UnheardOfForCausalLM, which SGLang 0.5.23 does not know"),
+        ("unheard-of", "has the architecture UnheardOfForCausalLM, which SGLang 0.5.23 does not know"),
         ("unnamed", "its config.json names no architecture, and SGLang finds its model by that"),
     ],
 )

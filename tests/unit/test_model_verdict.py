@@ -8,15 +8,18 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen3Config
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import spmdrl.tools.model_rows as rows
 import spmdrl.tools.model_scores as scores
-from docs.gen.models_reference import PAGE, RESULTS, SGLANG_RESULTS, page
+from docs.gen import models_sglang
+from docs.gen.models_reference import ON_A_DEVICE, PAGE, RESULTS, SGLANG_RESULTS, page, table
 from docs.gen.models_sglang import _dtype_of, answers_of
 from spmdrl.dist.session import spmd_session
 from spmdrl.families import LogitScale
@@ -160,19 +163,54 @@ def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_answers_as_recorded() -> None:
     names = ["qwen3-0.6b", "granite-3.3-2b", "mixtral-8x7b", "gpt-oss-20b", "lfm2-350m", "ministral-3-8b", "phi-2"]
-    names += ["phi-3-mini-4k", "qwen3-vl-2b"]
+    names += ["phi-3-mini-4k", "qwen3-vl-2b", "granite-3.1-1b-a400m", "ernie-4.5-21b-a3b"]
     written = json.loads(SGLANG_RESULTS.read_text())["models"]
     found = {name: answer[0] for name, answer, _ in answers_of(names, at_once=2)}
     assert found == {name: written[name][0] for name in names}
+    ((_, (answer, remark), _),) = answers_of(["apertus-8b"], untried=True)
+    assert answer == "no" and " nats" in remark  # it is known to differ, and is asked about all the same
 
 
-def test_sglang_is_asked_on_a_device_with_kernels_that_are_there() -> None:
+def test_a_record_of_sglangs_answers_fits_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models_sglang, "commit_id", lambda *_: "a" * 40)
+    monkeypatch.setattr(models_sglang, "answers_of", lambda asked, **_: ((name, ["yes", ""], "") for name in asked))
+    monkeypatch.setattr(models_sglang, "signal", MagicMock())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    ON_A_DEVICE.parent.mkdir(parents=True)
+
+    def record(*arguments: str) -> dict[str, Any]:
+        models_sglang.main([*arguments, "--device", "cuda"])
+        found: dict[str, Any] = json.loads(ON_A_DEVICE.read_text())
+        return found
+
+    first = record("qwen3-0.6b")
+    assert (first["note"], first["not reached"], [*first["models"]]) == ("", [], ["qwen3-0.6b"])
+    assert [*record("olmo-1b", "--note", "alone")["models"]] == ["qwen3-0.6b", "olmo-1b"]
+    of_sglang = {"date": "", "versions": {}, "models": {}}
+    for written, note in ((first, "."), (json.loads(ON_A_DEVICE.read_text()), ": alone.")):
+        text = table({"versions": {}, "models": {}}, of_sglang, written)
+        assert f"{note} 0 models were not reached" in text and f"put at commit {'a' * 12}." in text
+    monkeypatch.setattr(models_sglang, "commit_id", lambda *_: "b" * 40)
+    with pytest.raises(SystemExit):
+        record("olmo-1b", "--untried")
+    assert f"{ON_A_DEVICE} has answers of another commit, untried; leave NAME out" in capsys.readouterr().err
+    monkeypatch.setattr(models_sglang, "names", lambda: ["phi-2"])
+    assert [*record()["models"]] == ["phi-2"]
+
+
+def test_sglang_is_asked_on_a_device_with_kernels_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(name: str) -> dict[str, Any]:
         return rows._of_device(source_of(name).config, "cuda")
 
     assert of("qwen3-vl-2b")["sglang"]["mm_attention_backend"] == "triton_attn"
     assert "mm_attention_backend" not in of("qwen3-0.6b")["sglang"]
-    assert ("disable_flashinfer_autotune" in of("nemotron-3-nano")["sglang"]) == (find_spec("flashinfer") is None)
+    for spec, is_off in ((None, True), (MagicMock(), False)):
+        monkeypatch.setattr(rows, "find_spec", {"flashinfer": spec}.get)
+        assert ("disable_flashinfer_autotune" in of("nemotron-3-nano")["sglang"]) == is_off
     assert (of("lfm2-350m")["attention_backend"], of("qwen3-0.6b")["attention_backend"]) == ("torch_native", "triton")
     assert _dtype_of("qwen3-next-80b-a3b", "cuda") == _dtype_of("qwen3.5-35b-a3b", "cuda") == "bfloat16"
     assert _dtype_of("qwen3-next-80b-a3b", "cpu") == _dtype_of("qwen3-0.6b", "cuda") == "float32"

@@ -223,7 +223,7 @@ def test_towers_are_cut_by_heads_and_have_sglangs_names() -> None:
 
 
 def loaded(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What an engine on one device holds after these weights."""
+    """Return the weights of an engine on one device after these of a checkpoint."""
     return sharded_weights(weights, TpShard.of(model, rank=0, size=1, device_type="cuda"))
 
 

@@ -304,7 +304,7 @@ def test_routes_are_asked_for_where_they_are_replayed(tmp_path: Path) -> None:
     (said,) = route_problems(replaying, images)
     assert 'router_replay = "R3" was not tried with images' in said
     (said,) = route_problems(replaying, config_of("olmo2"))
-    assert "SGLang reports no routes of a olmo2" in said
+    assert "SGLang reports no routes of the type olmo2" in said
 
 
 def hybrid(**changes: Any) -> Qwen3_5TextConfig:

@@ -181,7 +181,7 @@ def _family_problem(cfg: Config, model_config: Any, device_type: str) -> str | N
         )
     else:
         return None
-    return f'model.path = "{cfg.model.path}" is a {model_config.model_type}, {why}; {instead}'
+    return f'model.path = "{cfg.model.path}" has the type {model_config.model_type}, {why}; {instead}'
 
 
 def _cache_problems(cfg: Config) -> Iterator[str]:
@@ -272,8 +272,8 @@ def _architecture_problems(path: str, architectures: Sequence[str] | None) -> It
         )
     elif not sglang_process.knows_architecture(architectures[0]):
         yield (
-            f'model.path = "{path}" is a {architectures[0]}, which SGLang {sglang_process.SUPPORTED_VERSION} does not '
-            'know; use a model that it does, or rollout.engine = "torch"'
+            f'model.path = "{path}" has the architecture {architectures[0]}, which SGLang '
+            f'{sglang_process.SUPPORTED_VERSION} does not know; use a model that it does, or rollout.engine = "torch"'
         )
 
 

@@ -106,7 +106,8 @@ def route_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     if vision_family(model_config) is not None:
         yield f'correction.router_replay = "R3" was not tried with images in SGLang; {instead}'
     elif not hasattr(model_config.get_text_config(), "num_experts_per_tok"):
-        yield f'correction.router_replay = "R3": SGLang reports no routes of a {model_config.model_type}; {instead}'
+        kind = model_config.model_type
+        yield f'correction.router_replay = "R3": SGLang reports no routes of the type {kind}; {instead}'
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ STAGES: Mapping[str, Stage] = {
         facts=FACTS,
         steps=(
             gpu_tests("sglang_adapters", limit_s=400.0),
-            gpu_tests("images", limit_s=300.0),
-            gpu_tests("sglang_families", limit_s=400.0),
+            gpu_tests("images", limit_s=480.0),
+            gpu_tests("sglang_families", limit_s=480.0),
         ),
     ),
     "3": Stage(
