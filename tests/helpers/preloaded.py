@@ -23,9 +23,10 @@ MODULES = (
 # Of a process that has begun CUDA, none that is forked can use it. torch begins it to count devices unless it may ask
 # NVML; bitsandbytes, which peft imports where it is installed, begins it always.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-for module in MODULES if torch.version.cuda else (*MODULES, "peft"):
+has_cuda = torch.version.cuda is not None
+for module in MODULES if has_cuda else (*MODULES, "peft"):
     import_module(module)
-assert not torch.cuda.is_initialized(), "ranks that are forked from here cannot use CUDA"
+assert not (has_cuda and torch.cuda.is_initialized()), "ranks that are forked from here cannot use CUDA"
 
 import_module("PIL.Image").preinit()
 # What is here now stays; a rank that collects garbage, as every session does at its end, need not look at it again.
