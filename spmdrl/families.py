@@ -1,7 +1,8 @@
 """The families of models that some part of the package treats in a way of its own, by transformers' `model_type`.
 
 Besides SGLang's classes in `model/exact/sglang_operators.py`, no other file names a model type. A type without a row is
-a model of text that transformers and the engines compute alike, and that has nothing replaced by layers of ours.
+a model of text that transformers and the torch engine compute alike, that was not tried with SGLang, and that has
+nothing replaced by layers of ours.
 """
 
 from __future__ import annotations
@@ -132,7 +133,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
         classes="Qwen3_5", delta_net="separate", vision="grid", sglang=SGLangFamily(images_compared=True)
     ),
     "qwen3_5_moe": ModelFamily(classes="Qwen3_5Moe", delta_net="separate", vision="grid"),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "olmo2", "olmo3"), ModelFamily(has_wide_norms=True)),
+    # Compared with SGLang (docs/gen/models-sglang.json, tests/engine), and otherwise as types without a row.
+    **dict.fromkeys(
+        (
+            *("mistral", "mixtral", "ministral3", "qwen2_moe", "qwen2_5_vl_text", "phi3", "olmo", "olmoe"),
+            *("glm4", "glm4_moe", "ernie4_5_moe", "starcoder2"),
+        ),
+        ModelFamily(),
+    ),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "olmo2"), ModelFamily(has_wide_norms=True)),
+    "olmo3": ModelFamily(has_wide_norms=True, sglang=_UNTRIED),
     "gemma": ModelFamily(
         has_wide_norms=True,
         sglang=SGLangFamily(differs="changes log-probabilities by 6e-04 nats, and holds other norms"),
@@ -159,8 +169,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "gemma3_text": ModelFamily(
         logits=_CAPPED, has_wide_norms=True, sglang=SGLangFamily(splits_embedding=False, reads_windows=True)
     ),
-    "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True),
-    "nanochat": ModelFamily(logits=_CAPPED),
+    "vaultgemma": ModelFamily(caps_scores=True, logits=_CAPPED, has_wide_norms=True, sglang=_UNTRIED),
+    "nanochat": ModelFamily(logits=_CAPPED, sglang=_UNTRIED),
     "cohere": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "cohere2": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
     "cohere2_moe": ModelFamily(logits=_COMMAND_R, has_wide_norms=True),
@@ -228,9 +238,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "mimo_v2_flash": ModelFamily(
         sglang=SGLangFamily(differs="does not start with rotary settings for each kind of layers")
     ),
-    "phimoe": ModelFamily(reads_short_factors_only=True),
+    "phimoe": ModelFamily(reads_short_factors_only=True, sglang=_UNTRIED),
 }
-_OTHER = ModelFamily()
+_OTHER = ModelFamily(sglang=_UNTRIED)
 
 
 def family_of(config: Any) -> ModelFamily:

@@ -19,9 +19,10 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 import spmdrl.tools.model_rows as rows
 import spmdrl.tools.model_scores as scores
 from docs.gen import models_sglang
-from docs.gen.models_reference import ON_A_DEVICE, PAGE, RESULTS, SGLANG_RESULTS, page, table
+from docs.gen.models_reference import IN_TESTS, ON_A_DEVICE, PAGE, RESULTS, SGLANG_RESULTS, page, table, type_of
 from docs.gen.models_sglang import _dtype_of, answers_of
 from spmdrl.dist.session import spmd_session
+from spmdrl.engine.sglang.options import _family_problem
 from spmdrl.families import LogitScale
 from spmdrl.model import policy, recurrent
 from spmdrl.model.supported import refusal_of_config
@@ -29,6 +30,7 @@ from spmdrl.tools.model import answers, main, memory_line
 from spmdrl.tools.model_shrink import OF_SOUNDS, SIZES, TOKENS_OF_IMAGES, TOWER, save_processor, save_tiny, shrunk
 from spmdrl.tools.model_source import released, source_of
 from spmdrl.types import UserError
+from tests.helpers.configs import minimal_config
 
 MAY_CHANGE = {name for names in SIZES.values() for name in names.split()}
 STORED_ONLY = {"dtype", "transformers_version", "architectures"}
@@ -157,6 +159,13 @@ def test_one_rank_answers_as_recorded(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "granite-3.3-2b", "qwen3-30b-a3b", "apertus-8b"])
 def test_all_answers_are_as_recorded(tmp_path: Path, name: str) -> None:
     assert {verdict.question: verdict.answer for verdict in answers(source_of(name), tmp_path)} == recorded(name)
+
+
+def test_sglang_is_refused_for_no_type_that_it_was_compared_on() -> None:
+    cfg = minimal_config()
+    for name, (answer, _) in json.loads(SGLANG_RESULTS.read_text())["models"].items():
+        problem = _family_problem(cfg, source_of(name).config, "cpu")
+        assert problem is None if answer == "yes" or type_of(name) in IN_TESTS else True, name
 
 
 @pytest.mark.slow

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    BambaConfig,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    GraniteMoeConfig,
     Lfm2Config,
+    Ministral3Config,
     MixtralConfig,
     NemotronHConfig,
     Qwen3_5TextConfig,
@@ -18,7 +25,10 @@ from transformers import (
     Qwen3VLConfig,
 )
 
+from spmdrl.engine.sglang import engine as sglang_engine
 from spmdrl.engine.sglang.layout import TpShard, padded_adapters, sharded_weights
+from spmdrl.engine.sglang.models import _settings_by_other_names
+from spmdrl.families import family_of
 from tests.helpers.models import GATED_DELTA_NET, SIZES
 
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, EXPERTS = 8, 4, 4, 12, 40, 97, 3
@@ -240,6 +250,8 @@ def test_other_names_of_experts_and_of_latent_attention_are_sglangs() -> None:
     found = loaded(DeepseekV3Config(), attention | {"a.self_attn.q_proj.weight": second})
     assert torch.equal(found["a.self_attn.fused_qkv_a_proj_with_mqa.weight"], torch.cat([first, latent]))
     assert torch.equal(found["a.self_attn.q_proj.weight"], second)  # there are no keys and values beside it
+    alone = {"a.self_attn.q_proj.weight": first, "a.self_attn.kv_a_proj_with_mqa.weight": latent}
+    assert loaded(DeepseekV3Config(q_lora_rank=None), alone).keys() == alone.keys()
 
 
 def test_recurrent_layers_of_other_families_are_loaded_as_sglang_computes_them() -> None:
@@ -252,3 +264,46 @@ def test_recurrent_layers_of_other_families_are_loaded_as_sglang_computes_them()
     found = loaded(Lfm2Config(), {"model.layers.0.conv.conv.weight": kernel, "model.embed_tokens.weight": embedding})
     assert torch.equal(found["model.layers.0.conv.conv_weight"], kernel)
     assert torch.equal(found["lm_head.weight"], embedding)
+    untied = loaded(Lfm2Config(tie_word_embeddings=False), {"model.embed_tokens.weight": embedding})
+    assert untied.keys() == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "in_sglang"),
+    [
+        (Ernie4_5_MoeConfig(), "a.mlp.moe_statics.e_score_correction_bias", "a.mlp.gate.e_score_correction_bias"),
+        (GraniteMoeConfig(), "a.block_sparse_moe.input_linear.weight", "a.block_sparse_moe.experts.w13_weight"),
+        (GraniteMoeConfig(), "a.block_sparse_moe.output_linear.weight", "a.block_sparse_moe.experts.w2_weight"),
+        (GraniteMoeConfig(), "a.block_sparse_moe.router.layer.weight", "a.block_sparse_moe.gate.weight"),
+        (NemotronHConfig(), "backbone.embeddings.weight", "model.embed_tokens.weight"),
+        (NemotronHConfig(), "backbone.norm_f.weight", "model.norm_f.weight"),
+        (FalconH1Config(), "model.layers.0.self_attn.o_proj.weight", "model.layers.0.o_proj.weight"),
+        (Qwen3VLConfig(), "model.language_model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_a_weight_with_another_name_in_sglang_is_whole(model: Any, name: str, in_sglang: str) -> None:
+    weight = torch.randn(3, 64, 4)
+    found = loaded(model, {name: weight})
+    assert found.keys() == {in_sglang} and torch.equal(found[in_sglang], weight)
+
+
+def test_weights_that_sglang_computes_nothing_with_may_be_empty_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes Falcon-H1's norms of queries and keys, which the model does not have."""
+    answers = {"a.q_norm.weight": 0, "a.k_norm.weight": 0, "b.q_norm.weight": 7, "c.weight": 0}
+    monkeypatch.setattr(sglang_engine, "host_barrier", lambda _: None)
+    monkeypatch.setattr(sglang_engine, "gather_objects", lambda _, mine: [mine])
+    engine = sglang_engine.SGLangEngine.__new__(sglang_engine.SGLangEngine)
+    engine._mesh, engine._expected, engine._process = None, {}, SimpleNamespace(is_dead=lambda: False)
+    engine._digest_requests = SimpleNamespace(take_answers=lambda: answers)
+    for config, differing in ((FalconH1Config(), ["b.q_norm.weight", "c.weight"]), (Qwen3Config(), sorted(answers))):
+        engine._unused = family_of(config).sglang.has_unused
+        assert engine.differing({}) == differing
+
+
+def test_settings_have_the_names_by_which_sglang_reads_them() -> None:
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    by_place = Ministral3Config(rope_parameters=scaled | {"llama_4_scaling_beta": 0.1})
+    assert _settings_by_other_names(by_place) == {"original_max_position_embeddings": 64}
+    assert _settings_by_other_names(NemotronHConfig(n_groups=4)) == {"mamba_n_groups": 4}
+    assert _settings_by_other_names(Gemma2Config(hidden_activation="gelu")) == {"hidden_act": "gelu"}
+    assert _settings_by_other_names(BambaConfig()) == _settings_by_other_names(Qwen3Config()) == {}

@@ -25,6 +25,7 @@ from transformers import (
     GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
@@ -527,6 +528,7 @@ NOT_TRIED = "was not tried with SGLang"
         (DeepseekV3Config(), "computes no attention on a CPU", NOT_TRIED),
         (Gemma2Config(), "computes no soft caps of attention on a CPU", NOT_TRIED),
         (BambaConfig(), "computes no layers of Mamba 2 on a CPU", NOT_TRIED),
+        (OPTConfig(), NOT_TRIED, NOT_TRIED),  # and every other type without a row
     ],
 )
 def test_models_that_sglang_does_not_compute_are_refused_before_the_start(

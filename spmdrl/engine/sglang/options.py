@@ -109,7 +109,7 @@ def sglang_problems(
     cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
     if problem := _family_problem(cfg, model_config, device_type):
-        yield problem
+        yield next(_architecture_problems(cfg.model.path, model_config.architectures), problem)
         return
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
