@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import os
 import random
 import socket
@@ -109,7 +110,10 @@ def sglang_problems(
     cannot be imported, or when processes of an earlier run are still there."""
     sglang_process.check_installed()
     if problem := _family_problem(cfg, model_config, device_type):
-        yield next(_architecture_problems(cfg.model.path, model_config.architectures), problem)
+        of_model = _architecture_problems(cfg.model.path, model_config.architectures)
+        yield next(
+            itertools.chain(of_model, image_problems(cfg, model_config)), problem
+        )  # these stay when it is lifted
         return
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
