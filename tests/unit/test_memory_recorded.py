@@ -26,7 +26,7 @@ def name(row: dict[str, Any]) -> str:
 
 
 def test_the_plan_is_between_what_is_reserved_and_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the record, whose keys and values were repeated; tests/fake_cuda measures two cases with grouped heads."""
+    """The record has keys and values repeated; tests/fake_cuda measures two cases with grouped heads."""
     monkeypatch.setattr("spmdrl.preflight.forecast.varlen_takes_groups", lambda: False)
     ratios = {name(row): planned_bytes(row) / row["reserved"] for row in ROWS}
     assert not {case: ratio for case, ratio in ratios.items() if not 1 <= ratio <= MOST}
