@@ -13,6 +13,9 @@ damaged() {
     exit 2
 }
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
+# Each step imports torch and SGLang anew, twice or more; where Python cannot write beside them, it would compile them anew.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$PWD/runs/bytecode}
 if [[ -e $bundle/SHA256SUMS ]]; then
     # By its contents, so that a new bundle is unpacked and an old one is not unpacked twice.
     digest=$(sha256sum <"$bundle/SHA256SUMS")

@@ -101,6 +101,14 @@ CLAIM = Claim("Training", "Both.", tests=("a::test_one", "a::test_two"))
             of_tests(status=KILLED, passed=(A,)),
             "in part, by 1 test; not yet run: `a::test_two` (killed after 9 s)",
         ),
+        (
+            of_tests(status=KILLED, failed={A: "1 == 2", B: "rank 0 died"}),
+            "failed: `a::test_one`: 1 == 2",
+        ),
+        (
+            of_tests(status=KILLED, passed=(A,), failed={B: "rank 0 died"}),
+            "in part, by 1 test; not yet run: `a::test_two` (killed after 9 s)",
+        ),
         (of_tests(skipped={A: "no device", B: "no device"}), "not yet run (no device)"),
         (
             of_tests(status=FAILED, failed={"tests/gpu/test_a.py": "ImportError"}),

@@ -271,7 +271,10 @@ def _of_step(step: Record, record: str) -> Iterator[Outcome]:
     seen = step.get("tests", {})
     for name in seen.get("passed", {}):
         yield Outcome(name=_test_name(name), kind="passed", record=record)
-    for name, why in seen.get("failed", {}).items():
+    failed = dict(seen.get("failed", {}))
+    if status == KILLED and failed:  # the last one was ended with its step: what it would have shown is not known
+        yield Outcome(name=_test_name(failed.popitem()[0]), kind="not run", reason=reason, record=record)
+    for name, why in failed.items():
         yield Outcome(name=_test_name(name), kind="failed", reason=why, record=record)
     for name, why in seen.get("skipped", {}).items():
         yield Outcome(name=_test_name(name), kind="not run", reason=why, record=record)

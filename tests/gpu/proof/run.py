@@ -127,8 +127,9 @@ def run_step(step: Step, *, limit_s: float, root: Path, log: BinaryIO, shows_at_
 
 
 def _what_runs_wrote(scratch: Path) -> Iterator[str]:
-    """Yield the last lines of runs that were not finished, from the files of tests/helpers/small_run.py."""
-    for path in sorted(scratch.glob("torchrun-*")):
+    """Yield the last lines of runs that were not finished, from the files of tests/helpers/small_run.py, and of their
+    ranks' logs, which have the stacks of a rank's threads."""
+    for path in [*sorted(scratch.glob("torchrun-*")), *sorted(scratch.rglob("logs/rank-*.log"))]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         yield from ("", f"-- {path.name}: the last of {len(lines)} lines", *lines[-RUNS_LINES:])
 
