@@ -125,6 +125,9 @@ PROGRAMS = {
         options="--device cpu --sizes tiny --transport shared_memory --into process --repeats 1 --copy-mib 8",
         keys="commit machine rows versions",
     ),
+    "gpu_attention.py": Program(
+        options="--device cpu --tokens 64 --turns 1", keys="commit machine device rows versions"
+    ),
     "gpu_step.py": Program(
         options="--device cpu --sizes tiny --tokens 64 --sequence-tokens 40 --recompute none full --repeats 1",
         keys="commit machine device peak_flops rows versions",
