@@ -1,6 +1,7 @@
 """log_softmax at each next token and its entropy, by an online softmax over tiles of logits, never [T, V].
 
-The shift by one between hidden states and the tokens they predict happens here and nowhere else.
+Both sides of the shift by one between hidden states and the tokens that they predict are here: `predicting_tokens` and
+`predicted_by`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def predicting_tokens(wanted: Tensor, positions: Tensor) -> Tensor:
     wanted (bool) and positions are [T]; positions restart at 0 in every sequence, whose first token none predicts.
     """
     return torch.nonzero(wanted[1:] & (positions[1:] != 0)).flatten()
+
+
+def predicted_by(tokens: Tensor) -> Tensor:
+    """Return the places of the tokens that these predict, both [N] int64: of each the next one."""
+    return tokens + 1
 
 
 def logprobs_of_logits(

@@ -22,7 +22,7 @@ from spmdrl.model.context import ContextRanks, context_attention, context_tree_a
 from spmdrl.model.divergence import TeacherHead, top_tokens
 from spmdrl.model.kernels import Kernel
 from spmdrl.model.logits_tile import Scale
-from spmdrl.model.logprobs import HeadOptions, over_candidates, place_at, predicting_tokens
+from spmdrl.model.logprobs import HeadOptions, over_candidates, place_at, predicted_by, predicting_tokens
 from spmdrl.model.lora.adapters import Adapters
 from spmdrl.model.mixer import NodeLevels
 from spmdrl.model.operators import operators_of
@@ -32,78 +32,6 @@ from spmdrl.model.tensor_parallel import own_weight
 from spmdrl.model.tree_attention import tree_attention
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import Grid, ImageSpan, MicroBatch, TopTokens
-
-# The positions of tokens in their sequences, as rotary embeddings count them.
-#
-# Text counts tokens. Where a model has positions of frame, row and column (mRoPE), the placeholders of an image have
-# their patch's place in its grid, all counted from the position after the token before; text goes on after the
-# greatest. Which tokens are placeholders is known from `ImageSpan`, never from a token's number: a placeholder that
-# the policy sampled itself is text.
-
-
-def token_positions(num_tokens: int, images: Sequence[ImageSpan], *, family: VisionFamily | None) -> Tensor:
-    """Return the positions of one sequence: [T] int64, or [3, T] for a family with grids (frame, row, column).
-
-    `images` are in order, counted from the sequence's first token; all their placeholders are among its T tokens.
-    """
-    places = torch.arange(num_tokens)
-    if family is None or not family.has_grid_positions:
-        return places
-    parts: list[Tensor] = []
-    end = shift = 0  # the first token after the image before, and what its position has more than its place
-    for image in images:
-        parts.append((places[end : image.start] + shift).expand(3, -1))
-        parts.append(_in_grid(image, family) + image.start + shift)
-        end, shift = image.end, shift + _shift(image, family)
-    return torch.cat([*parts, (places[end:] + shift).expand(3, -1)], dim=-1)
-
-
-def position_shift(images: Sequence[ImageSpan], *, family: VisionFamily | None) -> int:
-    """Return what the position of a token of text has more than its place, after these images of its sequence.
-
-    An engine that decodes gives token t the position t + shift.
-    """
-    if family is None or not family.has_grid_positions:
-        return 0
-    return sum(_shift(image, family) for image in images)
-
-
-def packed_positions(seqlens: Sequence[int], images: Sequence[ImageSpan], *, family: VisionFamily | None) -> Tensor:
-    """Return `token_positions` of sequences that are laid end to end: [T] or [3, T].
-
-    `images` are in order, counted from the first token of the first sequence.
-    """
-    parts, start, rest = [], 0, list(images)
-    for length in seqlens:
-        own = []
-        while rest and rest[0].start < start + length:
-            own.append(rest.pop(0).moved(-start))
-        parts.append(token_positions(length, own, family=family))
-        start += length
-    return torch.cat(parts, dim=-1)
-
-
-def placeholder_rows(images: Sequence[ImageSpan]) -> Tensor:
-    """Return the places of the images' placeholders, [N] int64, in order."""
-    return torch.cat([torch.arange(0), *(torch.arange(image.start, image.end) for image in images)])
-
-
-def _grid(image: ImageSpan, family: VisionFamily) -> tuple[int, int, int]:
-    """Return (frames, rows, columns) of the image's tokens."""
-    frames, rows, columns = image.grid
-    return frames, rows // family.merge, columns // family.merge
-
-
-def _in_grid(image: ImageSpan, family: VisionFamily) -> Tensor:
-    """Return [3, num_tokens] int64: the place of each token in the image."""
-    frames, rows, columns = map(torch.arange, _grid(image, family))
-    return torch.stack(torch.meshgrid(frames, rows, columns, indexing="ij")).flatten(1)
-
-
-def _shift(image: ImageSpan, family: VisionFamily) -> int:
-    """Return what positions after the image have more than before it: a grid's longest side, less its tokens."""
-    _, rows, columns = _grid(image, family)
-    return max(rows, columns) - image.num_tokens
 
 
 class TokenLogprobs(NamedTuple):
@@ -182,7 +110,8 @@ class PackedModel(nn.Module):
     def _predict(self, micro_batch: MicroBatch, wanted: Tensor) -> _PredictingRows:
         """Run the layers on this rank's chunk; `wanted` [T] bool are the tokens to predict."""
         hidden, rows, tokens = self._hidden_at(micro_batch, predicting_tokens(wanted, micro_batch.positions))
-        return _PredictingRows(hidden, rows, self._on_device(micro_batch.token_ids[tokens + 1]), tokens + 1)
+        targets = predicted_by(tokens)
+        return _PredictingRows(hidden, rows, self._on_device(micro_batch.token_ids[targets]), targets)
 
     def _hidden_at(self, micro_batch: MicroBatch, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layers on this rank's chunk; return the outputs [N, D] of the last for those of these tokens of the
@@ -520,3 +449,76 @@ class RewardModel(PackedModel):
         hidden, _, tokens = self._hidden_at(micro_batch, torch.nonzero(micro_batch.loss_mask).flatten())
         score: ValueHead = self.model.score  # where transformers' classifiers have it
         return self._per_token(score(hidden)[:, self.label], tokens, micro_batch)
+
+
+# The positions of tokens in their sequences, as rotary embeddings count them.
+#
+# Text counts tokens. Where a model has positions of frame, row and column (mRoPE), the placeholders of an image have
+# their patch's place in its grid, all counted from the position after the token before; text goes on after the
+# greatest. Which tokens are placeholders is known from `ImageSpan`, never from a token's number: a placeholder that
+# the policy sampled itself is text.
+
+
+def token_positions(num_tokens: int, images: Sequence[ImageSpan], *, family: VisionFamily | None) -> Tensor:
+    """Return the positions of one sequence: [T] int64, or [3, T] for a family with grids (frame, row, column).
+
+    `images` are in order, counted from the sequence's first token; all their placeholders are among its T tokens.
+    """
+    places = torch.arange(num_tokens)
+    if family is None or not family.has_grid_positions:
+        return places
+    parts: list[Tensor] = []
+    end = shift = 0  # the first token after the image before, and what its position has more than its place
+    for image in images:
+        parts.append((places[end : image.start] + shift).expand(3, -1))
+        parts.append(_in_grid(image, family) + image.start + shift)
+        end, shift = image.end, shift + _shift(image, family)
+    return torch.cat([*parts, (places[end:] + shift).expand(3, -1)], dim=-1)
+
+
+def position_shift(images: Sequence[ImageSpan], *, family: VisionFamily | None) -> int:
+    """Return what the position of a token of text has more than its place, after these images of its sequence.
+
+    An engine that decodes gives token t the position t + shift.
+    """
+    if family is None or not family.has_grid_positions:
+        return 0
+    return sum(_shift(image, family) for image in images)
+
+
+def packed_positions(seqlens: Sequence[int], images: Sequence[ImageSpan], *, family: VisionFamily | None) -> Tensor:
+    """Return `token_positions` of sequences that are laid end to end: [T] or [3, T].
+
+    `images` are in order, counted from the first token of the first sequence.
+    """
+    parts, start, rest = [], 0, list(images)
+    for length in seqlens:
+        own = []
+        while rest and rest[0].start < start + length:
+            own.append(rest.pop(0).moved(-start))
+        parts.append(token_positions(length, own, family=family))
+        start += length
+    return torch.cat(parts, dim=-1)
+
+
+def placeholder_rows(images: Sequence[ImageSpan]) -> Tensor:
+    """Return the places of the images' placeholders, [N] int64, in order."""
+    return torch.cat([torch.arange(0), *(torch.arange(image.start, image.end) for image in images)])
+
+
+def _grid(image: ImageSpan, family: VisionFamily) -> tuple[int, int, int]:
+    """Return (frames, rows, columns) of the image's tokens."""
+    frames, rows, columns = image.grid
+    return frames, rows // family.merge, columns // family.merge
+
+
+def _in_grid(image: ImageSpan, family: VisionFamily) -> Tensor:
+    """Return [3, num_tokens] int64: the place of each token in the image."""
+    frames, rows, columns = map(torch.arange, _grid(image, family))
+    return torch.stack(torch.meshgrid(frames, rows, columns, indexing="ij")).flatten(1)
+
+
+def _shift(image: ImageSpan, family: VisionFamily) -> int:
+    """Return what positions after the image have more than before it: a grid's longest side, less its tokens."""
+    _, rows, columns = _grid(image, family)
+    return max(rows, columns) - image.num_tokens

@@ -13,7 +13,7 @@ from spmdrl.model import logits_tile
 from spmdrl.model.divergence import Divergence
 from spmdrl.model.linear import adds_products
 from spmdrl.model.logits_tile import Scale
-from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs, place_at, predicting_tokens
+from spmdrl.model.logprobs import Head, HeadOptions, next_token_logprobs, place_at, predicted_by, predicting_tokens
 from spmdrl.model.policy import TokenLogprobs
 from tests.helpers.logits_tiles import (
     PEAK_TILE_ELEMENTS,
@@ -76,8 +76,9 @@ def tiled(
 ) -> tuple[Tensor, Tensor]:
     """The same, as the policy does it."""
     rows = predicting_tokens(torch.ones(TOKENS, dtype=torch.bool), positions)
-    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[rows + 1], options)
-    logprobs, entropy = (place_at(rows + 1, score, TOKENS) for score in scores)
+    targets = predicted_by(rows)
+    scores = next_token_logprobs(hidden[rows], weight, bias, token_ids[targets], options)
+    logprobs, entropy = (place_at(targets, score, TOKENS) for score in scores)
     return logprobs, entropy
 
 
