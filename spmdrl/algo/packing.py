@@ -15,7 +15,7 @@ from spmdrl.conversation import UserError
 # (minus its cost, minus its number of sequences, the index of one of them). With minus signs a sorted list has its
 # cheapest bin last, where a list is changed at no expense; of equal costs that is the one with the fewest sequences.
 Bin = tuple[int, int, int]
-Item = tuple[int, int]  # (cost, index)
+CostedItem = tuple[int, int]  # (cost, index)
 
 # Bounds on the local search: it stops by itself much earlier, unless no solution is within its reach.
 _PARTNERS = 8  # of the costliest bin, the cheapest first
@@ -155,8 +155,8 @@ def _even_out(bins: list[list[int]], costs: Sequence[int], *, enough: int) -> li
 
 
 def _best_swap(
-    giving: list[Item], taking: list[Item], *, gap: int, excess: int
-) -> tuple[list[Item], list[Item]] | None:
+    giving: list[CostedItem], taking: list[CostedItem], *, gap: int, excess: int
+) -> tuple[list[CostedItem], list[CostedItem]] | None:
     """Find the swap for a bin that costs `gap` more than another: one sequence that it gives, at most one that it gets.
 
     Worth as nearly as can be the excess, so that no more is changed than has to be, or half the gap if that is less.
@@ -174,7 +174,7 @@ def _best_swap(
     return swap
 
 
-def _hand_over(items: list[Item], source: list[Item], target: list[Item]) -> None:
+def _hand_over(items: list[CostedItem], source: list[CostedItem], target: list[CostedItem]) -> None:
     """Move what is in one bin to another; both stay in order."""
     for item in items:
         source.remove(item)

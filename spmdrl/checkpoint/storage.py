@@ -33,7 +33,7 @@ from spmdrl.learn.learner import Learner
 from spmdrl.model.offload import HostBuffers
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes this rank's part of a state that is in host memory."""
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,8 @@ class _HashingStream:
 
 
 class Reader(FileSystemReader):
-    """Reads what `Writer` wrote. The table of tensors is a pickle, which here may name only torch's classes for it."""
+    """Reads what `CheckpointWriter` wrote. The table of tensors is a pickle, which here may name only torch's classes
+    for it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:

@@ -42,7 +42,7 @@ from spmdrl.checkpoint.manifest import (
     write_bytes,
     write_json,
 )
-from spmdrl.checkpoint.storage import LearnerState, Tree, Writer, copy_to_host, in_chunks, num_bytes, tree_of
+from spmdrl.checkpoint.storage import CheckpointWriter, LearnerState, Tree, copy_to_host, in_chunks, num_bytes, tree_of
 from spmdrl.config import CheckpointConfig, Config, OptimConfig, TuningConfig
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.dist.mesh import Meshes
@@ -164,7 +164,7 @@ class Saver:
         unfinished = final.with_suffix(UNFINISHED)
         is_first = self._side.get_local_rank() == 0
         _together(self._side, lambda: _make_room(self._folder, unfinished) if is_first else None)
-        writer = Writer(unfinished)
+        writer = CheckpointWriter(unfinished)
         dcp.save(tree, storage_writer=writer, process_group=self._side.get_group())
         parts = gather_objects(self._side, writer.digests)
         if is_first:

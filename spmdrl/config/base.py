@@ -43,10 +43,10 @@ def _usable_path(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
-Rule = Callable[..., Iterator[str]]
-RuleT = TypeVar("RuleT", bound=Rule)
+SettingsRule = Callable[..., Iterator[str]]
+SettingsRuleT = TypeVar("SettingsRuleT", bound=SettingsRule)
 
-_RULES: dict[type[BaseModel], list[Rule]] = {}
+_RULES: dict[type[BaseModel], list[SettingsRule]] = {}
 # True inside a table that is being validated: the outermost table runs the rules of those in it.
 _rules_wait: ContextVar[bool] = ContextVar("rules_wait", default=False)
 
@@ -95,13 +95,13 @@ def fields_only() -> Iterator[None]:
         _rules_wait.reset(token)
 
 
-def rule(*kinds: type[Section]) -> Callable[[RuleT], RuleT]:
+def rule(*kinds: type[Section]) -> Callable[[SettingsRuleT], SettingsRuleT]:
     """Register a function as a rule of these tables.
 
     Its sentences call settings by their names in the table, and first the one that the mistake is mainly about.
     """
 
-    def register(function: RuleT) -> RuleT:
+    def register(function: SettingsRuleT) -> SettingsRuleT:
         for kind in kinds:
             _RULES.setdefault(kind, []).append(function)
         return function
@@ -109,7 +109,7 @@ def rule(*kinds: type[Section]) -> Callable[[RuleT], RuleT]:
     return register
 
 
-def rules_of(kind: type[Section]) -> list[Rule]:
+def rules_of(kind: type[Section]) -> list[SettingsRule]:
     """The rules of a table, those of the classes it derives from first; not those of tables inside it."""
     return [one for base in reversed(kind.__mro__) for one in _RULES.get(base, ())]
 
@@ -124,7 +124,7 @@ def problems(section: Section, table: str = "") -> Iterator[str]:
         yield f"{table}: {sentence}" if table else sentence
 
 
-def run_rules(rules: Iterable[Rule], *about: Any) -> Iterator[str]:
+def run_rules(rules: Iterable[SettingsRule], *about: Any) -> Iterator[str]:
     """Yield the sentences of each rule; one that reads a missing setting says no more."""
     for one in rules:
         with suppress(MissingSetting):

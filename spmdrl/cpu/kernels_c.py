@@ -127,7 +127,7 @@ def library(name: str) -> Library:
         raise CannotCompile(f"{compiler} failed: {' '.join(str(error).split())}") from error
 
 
-class Function:
+class CFunction:
     """A function of `c/SOURCE.c`, which returns 0, or something else when there is no memory for it."""
 
     def __init__(self, source: str, name: str, arguments: str) -> None:
@@ -220,12 +220,12 @@ def _private_folder() -> Path:
 
 _ROWS_PER_PART = 64  # as in c/fused.c
 
-_RMS_NORM = Function("fused", "rms_norm", "ppppiifi")
-_RMS_NORM_BACKWARD = Function("fused", "rms_norm_backward", "pppppppiii")
-_ROTATE = Function("fused", "rotate", "pppppiiiiiiifi")
-_ROTATE_BACKWARD = Function("fused", "rotate_backward", "ppppppppiiiiiiiiifi")
-_SWIGLU = Function("fused", "swiglu", "pppiiiii")
-_SWIGLU_BACKWARD = Function("fused", "swiglu_backward", "pppppiiiiii")
+_RMS_NORM = CFunction("fused", "rms_norm", "ppppiifi")
+_RMS_NORM_BACKWARD = CFunction("fused", "rms_norm_backward", "pppppppiii")
+_ROTATE = CFunction("fused", "rotate", "pppppiiiiiiifi")
+_ROTATE_BACKWARD = CFunction("fused", "rotate_backward", "ppppppppiiiiiiiiifi")
+_SWIGLU = CFunction("fused", "swiglu", "pppiiiii")
+_SWIGLU_BACKWARD = CFunction("fused", "swiglu_backward", "pppppiiiiii")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -306,10 +306,10 @@ def _rows(x: Tensor) -> Tensor:
     return _dense(x.flatten(0, -2) if x.ndim > 1 else x[None])
 
 
-_ATTEND = Function("attention", "attend", "pppppppiiiiiiiiiiifi")
-_ATTEND_TO_CACHE = Function("attention", "attend_to_cache", "pppppiiiiiiiiiiiifi")
-_ATTEND_NEWEST = Function("attention", "attend_newest", "pppppppppiiiiiiiiiiiffi")
-_ATTEND_BACKWARD = Function("attention", "attend_backward", "ppppppppiiiiiiiiiiiiifi")
+_ATTEND = CFunction("attention", "attend", "pppppppiiiiiiiiiiifi")
+_ATTEND_TO_CACHE = CFunction("attention", "attend_to_cache", "pppppiiiiiiiiiiiifi")
+_ATTEND_NEWEST = CFunction("attention", "attend_newest", "pppppppppiiiiiiiiiiiffi")
+_ATTEND_BACKWARD = CFunction("attention", "attend_backward", "ppppppppiiiiiiiiiiiiifi")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seqlens: Sequence[int], scale: float) -> Tensor:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spmdrl.report import RunFolder
     from spmdrl.run import Run
 
-Kernel = Literal["mkl", "onednn"]
+ProductKernel = Literal["mkl", "onednn"]
 
 MIN_ROWS = 32  # for fewer, the cost of a call outweighs the faster kernel
 MANY_ROWS = 256  # training has this many or more; decoding has fewer
@@ -45,9 +45,9 @@ _SIZES_PER_OCTAVE = 16  # to which rows are padded: 6 % more at most
 class LinearKernels:
     """The kernel of each kind of product."""
 
-    few_rows: Kernel = "mkl"  # x W^T with MIN_ROWS rows or more
-    many_rows: Kernel = "mkl"  # the same with MANY_ROWS or more
-    weight_gradient: Kernel = "mkl"  # grad^T x with MANY_ROWS or more
+    few_rows: ProductKernel = "mkl"  # x W^T with MIN_ROWS rows or more
+    many_rows: ProductKernel = "mkl"  # the same with MANY_ROWS or more
+    weight_gradient: ProductKernel = "mkl"  # grad^T x with MANY_ROWS or more
 
     @property
     def is_plain(self) -> bool:
@@ -103,7 +103,7 @@ class _LinearLayer(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: ProductKernel) -> Tensor:
     """x W^T + b by a kernel: x [N, D], weight [V, D] of any strides give [N, V]."""
     if kernel == "mkl":
         return F.linear(x, weight, bias)
@@ -111,7 +111,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> T
     return y[: len(x)]
 
 
-def weight_gradient(grad: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
+def weight_gradient(grad: Tensor, x: Tensor, kernel: ProductKernel) -> Tensor:
     """grad^T x by a kernel: grad [N, V], x [N, D] give [V, D]."""
     if kernel == "mkl":
         return grad.t() @ x
@@ -132,7 +132,7 @@ def _has_choice(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _kernel_for(num_rows: int) -> Kernel:
+def _kernel_for(num_rows: int) -> ProductKernel:
     return _InUse.kernels.many_rows if num_rows >= MANY_ROWS else _InUse.kernels.few_rows
 
 
@@ -186,7 +186,7 @@ _MAX_SIZE = 512  # of either side of a weight: larger ones behave alike
 _KINDS = tuple(kind.name for kind in fields(LinearKernels))
 _FEW_ROWS = 128
 _MAX_ROUNDS = 50
-_KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+_KERNELS: tuple[ProductKernel, ...] = get_args(ProductKernel)
 _GAIN = 0.9  # oneDNN must take less than this of MKL's time: near ties would fall differently each time
 
 
@@ -295,7 +295,7 @@ def kernels_of(written: Any) -> LinearKernels:
     return LinearKernels(**written)
 
 
-def measure(shapes: Sequence[Shape]) -> dict[str, Kernel]:
+def measure(shapes: Sequence[Shape]) -> dict[str, ProductKernel]:
     """Time both kernels in turns on each kind of product over all shapes; returns the faster one of each kind.
 
     Each kind has a third of BUDGET_S; one that cannot be compared in that time stays with MKL. One thread measures: a
@@ -311,7 +311,7 @@ def measure(shapes: Sequence[Shape]) -> dict[str, Kernel]:
         torch.set_num_threads(num_threads)
 
 
-def _faster(kind: str, shapes: Sequence[Shape], *, budget_s: float) -> Kernel:
+def _faster(kind: str, shapes: Sequence[Shape], *, budget_s: float) -> ProductKernel:
     """Compare the fastest of a few rounds, which a busy machine disturbs least."""
     operands = []
     for outputs, inputs in shapes:
@@ -322,7 +322,7 @@ def _faster(kind: str, shapes: Sequence[Shape], *, budget_s: float) -> Kernel:
         sizes = ((rows, inputs), (rows, outputs), (outputs, inputs))
         operands.append([torch.ones(size) for size in sizes])
     deadline = time.perf_counter() + budget_s
-    best: dict[Kernel, float] = {}
+    best: dict[ProductKernel, float] = {}
     for number in range(_MAX_ROUNDS + 1):  # the first one compiles
         for kernel in _KERNELS:
             began = time.perf_counter()

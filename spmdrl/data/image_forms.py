@@ -10,8 +10,8 @@ import base64
 import re
 from typing import Any
 
-Parts = list[dict[str, Any]]
-Content = str | Parts
+ContentParts = list[dict[str, Any]]
+Content = str | ContentParts
 
 MAX_IMAGE_BYTES = 64 * 2**20  # as a file
 _OTHER_MEDIA = ("video", "audio")

@@ -90,15 +90,15 @@ class PartReader:
 # | none | texts | what both begin with, to the end of a word |
 
 
-Said = tuple[tuple[Message, ...], str]  # messages to the policy, none before its first answer; and what it answers
+Answered = tuple[tuple[Message, ...], str]  # messages to the policy, none before its first answer; and what it answers
 
 
 class Comparison(NamedTuple):
     """A prompt, and what follows it in either case."""
 
     prompt: str | list[dict[str, Any]]
-    chosen: tuple[Said, ...]
-    rejected: tuple[Said, ...]
+    chosen: tuple[Answered, ...]
+    rejected: tuple[Answered, ...]
 
 
 def compared(prompt: str | list[dict[str, Any]] | None, chosen: Any, rejected: Any) -> Comparison:
@@ -164,9 +164,9 @@ def _require_said(prompt: str | list[dict[str, Any]] | None, start: Sequence[Mes
     )
 
 
-def _answered(messages: Sequence[Message]) -> tuple[Said, ...]:
+def _answered(messages: Sequence[Message]) -> tuple[Answered, ...]:
     """Divide messages, the first an assistant's, into answers with what was said before each."""
-    parts: list[Said] = []
+    parts: list[Answered] = []
     said: list[Message] = []
     for message in messages:
         if message["role"] != "assistant":

@@ -26,7 +26,7 @@ from spmdrl.data.tokenizer import chat_messages, encode_prompt, raw_control_text
 from spmdrl.data.vision import NO_IMAGES, ImageIntake, expanded
 from spmdrl.types import ImageSpan, Prompt, UserError
 
-Schema = dict[str, Any]  # of a tool, in JSON
+ToolSchema = dict[str, Any]  # of a tool, in JSON
 
 MAX_ATTEMPTS = 1000  # rows tried in place of one unwanted prompt
 _TRAINING, _HELD_OUT = 0, 1  # hashed into seeds, so that the two never share one
@@ -435,7 +435,7 @@ def make_training_stream(
     *,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Schema] = (),
+    tools: Sequence[ToolSchema] = (),
     form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
     answers: AnswerLimit | None = None,
@@ -460,7 +460,7 @@ def make_held_out(
     held_out_cfg: HeldOutPromptsConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Schema] = (),
+    tools: Sequence[ToolSchema] = (),
     form: RowTransform = asked,
     images: ImageIntake = NO_IMAGES,
     answers: AnswerLimit | None = None,
@@ -495,7 +495,7 @@ def _held_out_of(cfg: HeldOutPromptsConfig, form: RowTransform, encoder: PromptE
 def _encoder_of(
     cfg: PromptsConfig,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Schema],
+    tools: Sequence[ToolSchema],
     images: ImageIntake,
     answers: AnswerLimit | None = None,
 ) -> PromptEncoder:

@@ -41,7 +41,7 @@ from spmdrl.types import UserError
 # Qwen 2.5 and Qwen 3 write. `engine/sglang/tool_calls.py` has SGLang's parsers.
 
 
-Parser = Callable[[str], Action]
+TurnParser = Callable[[str], Action]
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_BEGIN}(.*?)({_END}|$)", re.DOTALL)
@@ -76,7 +76,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def action_of(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], parser: Parser, *, stop_token_ids: frozenset[int]
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], parser: TurnParser, *, stop_token_ids: frozenset[int]
 ) -> Action:
     """Return a response as an action.
 

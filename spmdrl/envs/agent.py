@@ -279,7 +279,7 @@ Key = tuple[str, ...]  # what a message says, however a client writes it
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CallPlace:
     """The place of a call among the trajectories."""
 
     branch: tuple[int, int] | None  # as in `Observation`; (0, 0) is the beginning
@@ -299,14 +299,14 @@ class Branches:
         self._trajectories: list[_Trajectory] = []
         self._asked: tuple[Key, ...] = ()
 
-    def place(self, call: Call) -> Place:
+    def place(self, call: Call) -> CallPlace:
         """Find the place of a call, which is then the end of its trajectory."""
         self._asked = tuple(_key(message) for message in call.messages)
         depth, index, num_turns = max(self._matches(call), default=(0, 0, 0))
         if (index, num_turns) == self._end and depth:
-            return Place(None, call.messages[depth:])
+            return CallPlace(None, call.messages[depth:])
         self._trajectories.append(_Trajectory(call.tools))
-        return Place((index, num_turns), call.messages[depth:])
+        return CallPlace((index, num_turns), call.messages[depth:])
 
     def add(self, action: Action) -> None:
         """Record the policy's answer to the call that was placed last."""

@@ -18,10 +18,10 @@ from spmdrl.envs.protocol import (
     EnvironmentFailure,
     Environments,
     EnvJob,
+    EnvRequest,
     Loaded,
     MetricNames,
     OpenEpisode,
-    Request,
     Reset,
     Step,
 )
@@ -200,7 +200,7 @@ class EnvSession(Session):
         self._is_closed = True
         self.fail("error", "closed")
 
-    def request(self, number: int) -> Request | None:
+    def request(self, number: int) -> EnvRequest | None:
         if self._failure is not None:
             return Close(number=number, environment=self._number) if self._is_closed and self.is_in_process else None
         if self.is_replaying:
@@ -215,7 +215,7 @@ class EnvSession(Session):
             return Reset(number=number, environment=self._number, start=self._start)
         return Step(number=number, environment=self._number, action=action)
 
-    def take(self, request: Request, answer: Any) -> None:
+    def take(self, request: EnvRequest, answer: Any) -> None:
         if isinstance(request, Close):
             self.is_in_process = False
         elif "observation" in answer:

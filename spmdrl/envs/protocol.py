@@ -182,7 +182,7 @@ class Close:
     environment: int
 
 
-Request = Reset | Step | Close
+EnvRequest = Reset | Step | Close
 
 
 # Calls of the user's code in an environment's process, sync or async.

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import spmdrl
 from spmdrl.conversation import Observation
 from spmdrl.envs.observations import to_json
-from spmdrl.envs.protocol import Close, Environment, EnvJob, Maker, Request, Reset
+from spmdrl.envs.protocol import Close, Environment, EnvJob, EnvRequest, Maker, Reset
 from spmdrl.faults.text import of_error
 from spmdrl.workers.channel import PING, SIZE, connect, line, needs_package, program, receive
 from spmdrl.workers.program import clear
@@ -91,7 +91,7 @@ class _Environments:
         self._maker: Maker = await loaded if inspect.isawaitable(loaded) else loaded
         self.tools, self.gives_rewards = self._maker.tools, self._maker.gives_rewards
 
-    def take(self, request: Request | int) -> None:
+    def take(self, request: EnvRequest | int) -> None:
         """Start what is asked; the answer is sent when it is there."""
         if isinstance(request, int):
             self.writer.write(line({"number": PING}))
@@ -105,7 +105,7 @@ class _Environments:
         await asyncio.gather(*(environment.close() for environment in self._open.values()), return_exceptions=True)
         await self._maker.close()
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: EnvRequest) -> None:
         _NUMBER.set(request.number)
         try:
             answer = await self._outcome(request)
@@ -114,7 +114,7 @@ class _Environments:
             answer = {"failure": _reason(error), "traceback": _traceback(error)}
         self.writer.write(line({"number": request.number, **answer}))
 
-    async def _outcome(self, request: Request) -> dict[str, Any]:
+    async def _outcome(self, request: EnvRequest) -> dict[str, Any]:
         if isinstance(request, Close):
             await self._close(request.environment)
             return {}

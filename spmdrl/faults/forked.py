@@ -25,7 +25,7 @@ from typing import IO
 from spmdrl.faults.supervise import REQUESTS, Process, die_with_parent, dry_run
 from spmdrl.faults.verdict import SUPERVISED
 
-Program = Callable[[Sequence[str]], int]  # the `main` of a module
+ProgramMain = Callable[[Sequence[str]], int]  # the `main` of a module
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -103,7 +103,7 @@ def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: 
     gc.disable()  # all that is imported stays, and looking through it again and again takes long
     module = importlib.import_module(run.module)
     module.prepare(run.arguments)
-    program: Program = module.main
+    program: ProgramMain = module.main
     gc.freeze()  # the forks share it for as long as they do not write to it
     gc.enable()
     check = _FORK.Process(target=_check, args=(program, dry_run(run.arguments, run.num_ranks), output))
@@ -129,12 +129,12 @@ def _forget_handlers() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def _check(program: Program, arguments: Sequence[str], output: IO[str]) -> None:
+def _check(program: ProgramMain, arguments: Sequence[str], output: IO[str]) -> None:
     os.dup2(output.fileno(), sys.stdout.fileno())
     sys.exit(program(arguments))
 
 
-def _rank(program: Program, arguments: Sequence[str]) -> None:
+def _rank(program: ProgramMain, arguments: Sequence[str]) -> None:
     die_with_parent()
     _forget_handlers()
     logging.disable(logging.NOTSET)  # it is the agent that is quiet

@@ -44,10 +44,10 @@ def add_product(total: Tensor, one: Tensor, other: Tensor, *, is_first: bool = F
 # results must agree to the bit.
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [N, D], weight [V, D], bias [V] give [N, V]
-Function = Callable[..., Any]  # from tensors to a tensor, or to several
+TensorFunction = Callable[..., Any]  # from tensors to a tensor, or to several
 
 
-def with_backward_of(differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
+def with_backward_of(differentiable: TensorFunction, exact: TensorFunction, *inputs: Tensor) -> Any:
     """Return `exact(*inputs)` with the gradient of `differentiable(*inputs)`."""
     return _WithGradient.apply(differentiable, exact, *inputs)
 
@@ -66,7 +66,7 @@ def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, differentiable: Function, exact: Function, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, differentiable: TensorFunction, exact: TensorFunction, *inputs: Tensor) -> Any:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.differentiable = differentiable

@@ -51,7 +51,7 @@ def tree_problems(model_config: Any, longest: int) -> Iterator[str]:
             yield f'pack.prefix_tree = "auto", but {kind} {reason}; set it to "off"'
 
 
-Span = tuple[int, int]  # rows, from the first to the one after the last
+TokenRange = tuple[int, int]  # rows, from the first to the one after the last
 
 
 def tree_attention(tree: PrefixTree, kernel: Kernel, device: torch.device) -> CausalAttention:
@@ -79,7 +79,7 @@ def tree_attention(tree: PrefixTree, kernel: Kernel, device: torch.device) -> Ca
     return attend
 
 
-def _levels(tree: PrefixTree) -> Iterator[list[tuple[Span, Span]]]:
+def _levels(tree: PrefixTree) -> Iterator[list[tuple[TokenRange, TokenRange]]]:
     """Yield pairs of queries and keys: first each node and itself, then of each depth, descendants and their node."""
     starts = [*accumulate(tree.lengths, initial=0)]
     nodes = [*pairwise(starts)]
@@ -96,12 +96,12 @@ def _levels(tree: PrefixTree) -> Iterator[list[tuple[Span, Span]]]:
         yield [((node[1], end), node) for node, end, its_depth in spans if its_depth == depth and end > node[1]]
 
 
-def _rows(spans: Sequence[Span]) -> Tensor:
+def _rows(spans: Sequence[TokenRange]) -> Tensor:
     return torch.cat([torch.arange(*span) for span in spans])
 
 
 def chunk_of_tree(
-    tree: PrefixTree, chunk: Span, window: int | None, device: torch.device
+    tree: PrefixTree, chunk: TokenRange, window: int | None, device: torch.device
 ) -> tuple[SequenceLayout, Tensor]:
     """Return a chunk of the rows as sequences, one for each node that has a part in it, and the rows of their keys.
 
@@ -138,7 +138,7 @@ class _Side:
     longest: int
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> _Side:
+    def of(cls, spans: Sequence[TokenRange], device: torch.device) -> _Side:
         lengths = [end - start for start, end in spans]
         longest = max(lengths)
         places = _rows([(pair * longest, pair * longest + length) for pair, length in enumerate(lengths)])
@@ -157,7 +157,7 @@ class _Side:
 class _Level:
     """The calls of one depth: queries and keys in the order of the tree, and how they form sequences."""
 
-    def __init__(self, pairs: list[tuple[Span, Span]], device: torch.device) -> None:
+    def __init__(self, pairs: list[tuple[TokenRange, TokenRange]], device: torch.device) -> None:
         self.is_causal = pairs[0][0] == pairs[0][1]
         self.lengths = [(last - first, end - start) for (first, last), (start, end) in pairs]
         self.queries, self.keys = (_rows([pair[of] for pair in pairs]).to(device) for of in (0, 1))

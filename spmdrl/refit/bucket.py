@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 Interval = tuple[int, int]  # first index, end
 Box = tuple[slice, ...]
-Grid = tuple[list[int], list[int], tuple[int | slice, ...]]  # see `ParameterLayout._grid`
+IndexGrid = tuple[list[int], list[int], tuple[int | slice, ...]]  # see `ParameterLayout._grid`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ParameterLayout:
                 runs[split.dim] = list(_share(runs[split.dim], split, rank // inner % split.num_ranks))
         return runs
 
-    def _grid(self) -> Grid | None:
+    def _grid(self) -> IndexGrid | None:
         """Return the arguments of a single strided copy, or None when the ranks do not hold equal boxes.
 
         They are: the sizes of the whole with each axis of ranks as a dimension of its own, the order of dimensions that

@@ -15,10 +15,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from spmdrl.report.console import phase_times
-from spmdrl.report.files import Row
+from spmdrl.report.files import MetricsRow
 from spmdrl.report.series import Band, History, Series, charts_of, smoothed
 
-Runs = Mapping[str, Sequence[Row]]  # the rows of each run, by its label in the picture
+Runs = Mapping[str, Sequence[MetricsRow]]  # the rows of each run, by its label in the picture
 Bands = Sequence[tuple[str, Band]]  # lines of a chart, by their labels
 
 FAINT_INK = "#7b8794"

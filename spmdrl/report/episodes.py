@@ -98,7 +98,7 @@ def _spans(text: str, said: Iterable[tuple[str, Writer]]) -> Iterator[tuple[int,
                 break
 
 
-Said = Sequence[tuple[str, Writer]]  # texts in the order of a conversation, and who wrote them
+WrittenTexts = Sequence[tuple[str, Writer]]  # texts in the order of a conversation, and who wrote them
 
 _DIGITS = 6  # of a log-probability in nats, after the point
 
@@ -192,7 +192,7 @@ def _rollout(episode: ShownEpisode, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _trajectory(
-    trajectory: Trajectory, mismatch: Sequence[float] | None, said: Said, vocabulary: _Vocabulary
+    trajectory: Trajectory, mismatch: Sequence[float] | None, said: WrittenTexts, vocabulary: _Vocabulary
 ) -> list[dict[str, Any]]:
     """Describe the turns of a trajectory, before which this had been said."""
     turns, starts = [], trajectory.starts
@@ -228,7 +228,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _context(turn: Turn, start: int, said: Said, vocabulary: _Vocabulary) -> dict[str, Any]:
+def _context(turn: Turn, start: int, said: WrittenTexts, vocabulary: _Vocabulary) -> dict[str, Any]:
     """Describe what the policy read, from token `start` of the trajectory on, with one placeholder for each image."""
     hidden = {place - start for image in turn.images for place in range(image.start + 1, image.end)}
     names = {image.start - start: image.name for image in turn.images}

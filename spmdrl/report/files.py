@@ -22,18 +22,18 @@ from spmdrl.config.strict import Malformed, about, conform, parse_own_json, read
 from spmdrl.faults.files import open_ordinary
 from spmdrl.types import UserError
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[MetricsRow]:
     """Read the rows of a file that may still be growing: an incomplete last line is ignored."""
     return [row for row, _ in _rows_with_ends(path)]
 
 
-def read_scalars(path: Path) -> list[Row]:
+def read_scalars(path: Path) -> list[MetricsRow]:
     """Read the rows of metrics.jsonl: scalars by name, None where one was not finite. Raises UserError."""
     rows = read_rows(path)
     with about(path):
@@ -43,7 +43,7 @@ def read_scalars(path: Path) -> list[Row]:
         return conform(rows, list[dict[str, _Integer | float | None]])
 
 
-def last_rows(path: Path, count: int) -> list[Row]:
+def last_rows(path: Path, count: int) -> list[MetricsRow]:
     """Read the last rows of a file that may be long and may still be growing; lines that are not whole are passed
     over, and a file that cannot be read has none."""
     try:
@@ -60,7 +60,7 @@ def last_rows(path: Path, count: int) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def missing_steps(rows: Sequence[Row], step: int) -> list[int]:
+def missing_steps(rows: Sequence[MetricsRow], step: int) -> list[int]:
     """Return the steps up to `step` that have no row in metrics.jsonl.
 
     A run that began with the checkpoint of another one has no row before its own first one, and lacks none.
@@ -79,7 +79,7 @@ def is_torn(path: Path) -> bool:
         return False
 
 
-def cut_after(path: Path, step: int) -> list[Row]:
+def cut_after(path: Path, step: int) -> list[MetricsRow]:
     """Remove the rows after `step` from the file, and return the others.
 
     A run that resumes from a checkpoint repeats the later steps. A line that a killed run left incomplete is cut too.
@@ -101,7 +101,7 @@ class MetricsFile:
         self._file = path.open("r+b" if path.exists() else "w+b")
         ends = [0, *(end for _, end in _rows_with_ends(path))]
         self._row_start = ends[-2] if self.rows_before else 0
-        self._row: Row = dict(self.rows_before[-1]) if self.rows_before else {"step": -1}
+        self._row: MetricsRow = dict(self.rows_before[-1]) if self.rows_before else {"step": -1}
         self._file.seek(ends[-1])
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -135,9 +135,9 @@ class StepRowsFile:
             file.write(b"".join(_line({"step": step, **row}, default=str) for row in rows))
 
 
-def _rows_with_ends(path: Path) -> list[tuple[Row, int]]:
+def _rows_with_ends(path: Path) -> list[tuple[MetricsRow, int]]:
     """Return each row with the byte offset where its line ends."""
-    rows: list[tuple[Row, int]] = []
+    rows: list[tuple[MetricsRow, int]] = []
     end = 0
     content = read_bytes(path, max_bytes=sys.maxsize) if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):

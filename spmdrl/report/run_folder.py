@@ -24,7 +24,7 @@ from spmdrl.config.strict import flat, read_json, shown
 from spmdrl.faults.files import PathIn
 from spmdrl.faults.supervise import saved_steps
 from spmdrl.faults.text import in_ranges, one_line
-from spmdrl.report.files import Row, missing_steps, read_rows, read_scalars
+from spmdrl.report.files import MetricsRow, missing_steps, read_rows, read_scalars
 from spmdrl.types import UserError
 
 # What a run writes, besides the folders of its steps.
@@ -166,7 +166,7 @@ class RunFolder:
                 remedy = "remove that line to go on"
                 yield str(error) if remedy in str(error) else f"{error}; mend the file, or move it away, to go on"
 
-    def _lost_checkpoints(self, rows: Sequence[Row]) -> Iterator[str]:
+    def _lost_checkpoints(self, rows: Sequence[MetricsRow]) -> Iterator[str]:
         """Yield a sentence where a checkpoint was written and none is left: starting at step 0 would drop all rows."""
         written = [row["step"] for row in rows if "checkpoint/write_s" in row]
         if written and not saved_steps(self.checkpoints):
@@ -261,7 +261,7 @@ class RecordedRun:
     """A run that was launched."""
 
     name: str
-    rows: list[Row]  # of metrics.jsonl
+    rows: list[MetricsRow]  # of metrics.jsonl
     settings: Mapping[str, Any]  # by their whole names, such as `optim.lr`; {} where there is no config.toml
     num_steps: int | None  # None where there is no plan.json
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdrl.report.files import Row
+from spmdrl.report.files import MetricsRow
 
 _LARGEST = 1e300  # beyond it sums, margins and ticks of a chart overflow
 
@@ -37,7 +37,7 @@ class Series:
 class History:
     """All scalars of a run."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[MetricsRow]) -> None:
         self._rows = rows
         self.names = tuple(dict.fromkeys(name for row in rows for name in row if name != "step"))
 

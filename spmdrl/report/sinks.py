@@ -38,7 +38,7 @@ from spmdrl.config.run import (
 )
 from spmdrl.config.strict import shown
 from spmdrl.faults.text import one_line, say
-from spmdrl.report.files import Row, last_rows, read_rows
+from spmdrl.report.files import MetricsRow, last_rows, read_rows
 from spmdrl.types import UserError
 from spmdrl.user_code import argument_problems, call, load
 
@@ -56,7 +56,7 @@ class Sink(Protocol):
         """Send scalars of a step, whose other scalars may have been sent before."""
         ...
 
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
+    def finish(self, step: int, samples: Sequence[MetricsRow], curves: Path | None) -> None:
         """Send the newest samples and a picture, where the tracker has a place for them, and close."""
         ...
 
@@ -81,7 +81,7 @@ class LibrarySink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
+    def finish(self, step: int, samples: Sequence[MetricsRow], curves: Path | None) -> None:
         library = importlib.import_module(self.library)
         shown: dict[str, Any] = {"curves": library.Image(str(curves))} if curves else {}
         if samples:
@@ -90,7 +90,7 @@ class LibrarySink:
             self._run.log(shown, step=step)
         self._run.finish()
 
-    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+    def _samples(self, library: Any, samples: Sequence[MetricsRow]) -> Any:
         """Return the samples as this tracker shows them."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class WandbSink(LibrarySink):
     def discard(self, run: str) -> bool:
         return self._remove(f"wandb/offline-run-*-{run}")
 
-    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+    def _samples(self, library: Any, samples: Sequence[MetricsRow]) -> Any:
         columns = list(dict.fromkeys(name for row in samples for name in row))
         return library.Table(columns=columns, data=[[str(row.get(name)) for name in columns] for row in samples])
 
@@ -140,7 +140,7 @@ class TrackioSink(LibrarySink):
         is_here = not {"space_id", "server_url"} & self._cfg.params.keys()
         return is_here and bool(SQLiteStorage.delete_run(self._cfg.project, run))
 
-    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+    def _samples(self, library: Any, samples: Sequence[MetricsRow]) -> Any:
         return library.Markdown("\n\n---\n\n".join(_texts(samples)))  # its tables need pandas
 
 
@@ -159,7 +159,7 @@ class SwanlabSink(LibrarySink):
     def discard(self, run: str) -> bool:
         return self._remove(f"swanlab/run-*-{run}")
 
-    def _samples(self, library: Any, samples: Sequence[Row]) -> Any:
+    def _samples(self, library: Any, samples: Sequence[MetricsRow]) -> Any:
         return [library.Text(text) for text in _texts(samples)]
 
 
@@ -193,7 +193,7 @@ class MlflowSink:
         named = [(re.sub(r"[^\w\-. /]", "_", name), value) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=[Metric(name, value, now, step) for name, value in named])
 
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
+    def finish(self, step: int, samples: Sequence[MetricsRow], curves: Path | None) -> None:
         if curves:
             self._client.log_artifact(self._run, str(curves))
         if samples:
@@ -220,7 +220,7 @@ class FunctionSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         call(self._function, {"step": step, "metrics": dict(values), "run": self._run}, self._cfg.params)
 
-    def finish(self, step: int, samples: Sequence[Row], curves: Path | None) -> None:
+    def finish(self, step: int, samples: Sequence[MetricsRow], curves: Path | None) -> None:
         pass
 
     def discard(self, run: str) -> bool:
@@ -236,7 +236,7 @@ KINDS: dict[str, Callable[[Any, str, Path, Mapping[str, Any]], Sink]] = {
 }
 
 
-def _texts(samples: Sequence[Row]) -> list[str]:
+def _texts(samples: Sequence[MetricsRow]) -> list[str]:
     return ["\n".join(f"{name}: {value}" for name, value in row.items()) for row in samples]
 
 
@@ -308,7 +308,7 @@ class Sender:
             if row["step"] >= self._step:
                 self._send_row(row)
 
-    def _send_row(self, row: Row) -> None:
+    def _send_row(self, row: MetricsRow) -> None:
         sent = self._sent.row if row["step"] == self._step else {}
         new = {name: value for name, value in row.items() if name not in sent and name != "step"}
         for name in new.keys() - self._names:
@@ -348,7 +348,7 @@ class Sender:
         new.replace(self._state)
 
 
-def _continues(sent: _Sent, rows: Sequence[Row]) -> bool:
+def _continues(sent: _Sent, rows: Sequence[MetricsRow]) -> bool:
     """True when the tracker has exactly what it was sent, and the file still says the same."""
     if not sent.is_closed:
         return False

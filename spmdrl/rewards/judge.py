@@ -28,7 +28,7 @@ from spmdrl.faults.text import of_error
 from spmdrl.rewards.worker import RewardItem
 from spmdrl.types import UserError
 
-Question = Mapping[str, Any]  # the body of a request
+JudgeRequest = Mapping[str, Any]  # the body of a request
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Judge:
         }
         return await self._said.of({"url": term.url, **asked}, lambda: self._ask(asked))
 
-    async def _ask(self, question: Question) -> str:
+    async def _ask(self, question: JudgeRequest) -> str:
         """Return the server's answer. Raises ValueError, with a sentence, when there is none."""
         import openai
 
@@ -160,7 +160,7 @@ class Cache:
             for path in (*others, self._path):
                 self._known |= _read(path)
 
-    def key(self, question: Question) -> str:
+    def key(self, question: JudgeRequest) -> str:
         """The name of a question: 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
@@ -173,7 +173,7 @@ class Cache:
         self._write(key, answer)
         self._known[key] = answer
 
-    async def of(self, question: Question, ask: Callable[[], Awaitable[str]]) -> str:
+    async def of(self, question: JudgeRequest, ask: Callable[[], Awaitable[str]]) -> str:
         """Return what was said, or ask. Raises what `ask` raises: only answers are cached."""
         key = self.key(question)
         if key in self._known:

@@ -14,7 +14,7 @@ from spmdrl.algo.seeds import environment_seed
 from spmdrl.config import Config, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.data.images import ImageFile
-from spmdrl.data.turns import Parser, TurnEncoder, action_of, parse
+from spmdrl.data.turns import TurnEncoder, TurnParser, action_of, parse
 from spmdrl.data.vision import NO_IMAGES, ImageIntake
 from spmdrl.envs.protocol import Environments, OpenEpisode
 from spmdrl.types import ImageSpan, Prompt, Rollout, Turn, UserError
@@ -122,7 +122,7 @@ def parser_problems(cfg: Config) -> Iterator[str]:
         yield from tool_calls.parser_problems(cfg.environment.tool_parser)
 
 
-def _parser(cfg: Config, tools: Sequence[dict[str, Any]]) -> Parser:
+def _parser(cfg: Config, tools: Sequence[dict[str, Any]]) -> TurnParser:
     assert cfg.environment is not None
     if cfg.environment.tool_parser == FALLBACK:
         return parse

@@ -48,14 +48,14 @@ def refuse_overwriting(model_path: str, destination: Path) -> None:
         )
 
 
-class Written(TypedDict):
+class ExportFormat(TypedDict):
     """In which dtype or format an export is written; see `export_hf`."""
 
     dtype: torch.dtype
     as_source: bool
 
 
-def written_as(setting: str, sampled: torch.dtype) -> Written:
+def written_as(setting: str, sampled: torch.dtype) -> ExportFormat:
     """Return what `export.dtype` means in a run that samples with the dtype `sampled`."""
     return {"dtype": DTYPES.get(setting, sampled), "as_source": setting == "source"}
 

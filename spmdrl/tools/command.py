@@ -12,7 +12,7 @@ from spmdrl import __version__
 from spmdrl.faults.text import say, tolerates_lost_output
 
 
-class Program(NamedTuple):
+class Command(NamedTuple):
     """A function of `argv` that returns an exit code, and the arguments that come before the user's."""
 
     about: str
@@ -22,32 +22,32 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "init": Program("write a starting configuration for a model and a data file", "spmdrl.tools.init"),
-    "demo": Program("train a tiny model on this machine's CPU, in minutes, and watch it learn", "spmdrl.tools.demo"),
-    "train": Program("train by reinforcement learning on this machine", "spmdrl.tools.local", ("train",)),
-    "sft": Program("fine-tune on responses on this machine", "spmdrl.tools.local", ("sft",)),
-    "pairs": Program("train on pairs of answers on this machine", "spmdrl.tools.local", ("pairs",)),
-    "distill": Program("learn from a teacher on this machine", "spmdrl.tools.local", ("distill",)),
-    "model": Program("say whether a model can be trained here, by a tiny one with its settings", "spmdrl.tools.model"),
-    "plan": Program("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
-    "doctor": Program("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
-    "watch": Program("show a run as it is now, on a terminal", "spmdrl.tools.runs", function="watch"),
-    "compare": Program("show the curves of several runs on one page", "spmdrl.tools.runs", function="compare"),
-    "ps": Program("show where the ranks of a run are", "spmdrl.tools.runs", function="ps"),
-    "plot": Program("draw the curves of runs", "spmdrl.tools.runs", function="plot"),
-    "episodes": Program("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
-    "sync": Program("send a run's metrics to its trackers", "spmdrl.tools.runs", function="sync"),
-    "evaluate": Program("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
-    "eval": Program("the same as evaluate", "spmdrl.tools.evaluate"),
-    "serve": Program("answer harnesses and agents with a model, over HTTP on this machine", "spmdrl.tools.serve"),
-    "export": Program("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
-    "replay": Program("compute a recorded step again", "spmdrl.tools.replay"),
-    "rescore": Program(
+    "init": Command("write a starting configuration for a model and a data file", "spmdrl.tools.init"),
+    "demo": Command("train a tiny model on this machine's CPU, in minutes, and watch it learn", "spmdrl.tools.demo"),
+    "train": Command("train by reinforcement learning on this machine", "spmdrl.tools.local", ("train",)),
+    "sft": Command("fine-tune on responses on this machine", "spmdrl.tools.local", ("sft",)),
+    "pairs": Command("train on pairs of answers on this machine", "spmdrl.tools.local", ("pairs",)),
+    "distill": Command("learn from a teacher on this machine", "spmdrl.tools.local", ("distill",)),
+    "model": Command("say whether a model can be trained here, by a tiny one with its settings", "spmdrl.tools.model"),
+    "plan": Command("predict whether a run fits into the memory of its GPUs", "spmdrl.tools.fit"),
+    "doctor": Command("say what this machine lacks, or what looks wrong in a run", "spmdrl.tools.doctor"),
+    "watch": Command("show a run as it is now, on a terminal", "spmdrl.tools.runs", function="watch"),
+    "compare": Command("show the curves of several runs on one page", "spmdrl.tools.runs", function="compare"),
+    "ps": Command("show where the ranks of a run are", "spmdrl.tools.runs", function="ps"),
+    "plot": Command("draw the curves of runs", "spmdrl.tools.runs", function="plot"),
+    "episodes": Command("show the rollouts of a step as a page", "spmdrl.tools.runs", function="episodes"),
+    "sync": Command("send a run's metrics to its trackers", "spmdrl.tools.runs", function="sync"),
+    "evaluate": Command("evaluate a run's exported model on its held-out prompts", "spmdrl.tools.evaluate"),
+    "eval": Command("the same as evaluate", "spmdrl.tools.evaluate"),
+    "serve": Command("answer harnesses and agents with a model, over HTTP on this machine", "spmdrl.tools.serve"),
+    "export": Command("write a checkpoint as a Hugging Face model", "spmdrl.tools.export"),
+    "replay": Command("compute a recorded step again", "spmdrl.tools.replay"),
+    "rescore": Command(
         "apply another reward to saved rollouts, and show where the two disagree", "spmdrl.tools.rescore"
     ),
-    "parity": Program("compare a step over other ways to split it", "spmdrl.tools.parity"),
-    "dequantize": Program("write a checkpoint in MXFP4 or FP8 with bfloat16 weights", "spmdrl.tools.dequantize"),
-    "tiny-model": Program("make a small random model to try things with", "spmdrl.tools.tiny_model"),
+    "parity": Command("compare a step over other ways to split it", "spmdrl.tools.parity"),
+    "dequantize": Command("write a checkpoint in MXFP4 or FP8 with bfloat16 weights", "spmdrl.tools.dequantize"),
+    "tiny-model": Command("make a small random model to try things with", "spmdrl.tools.tiny_model"),
 }
 
 

@@ -114,20 +114,20 @@ HIGHEST, MAX_GUESSES = 10, 4  # of configs/demo-game.toml
 NUM_PICTURES = 4_000  # besides those held out
 GUESSED = 0.6  # of the answers about pictures that the warm start imitates
 
-Record = dict[str, Any]
+DemoRecord = dict[str, Any]
 
 _TOOL = runpy.run_path(str(CONFIGS / "demo_tool.py"))
 COLOURS, lookup = _TOOL["COLOURS"], _TOOL["lookup"]
 
 
-def tool_questions(rng: random.Random) -> list[Record]:
+def tool_questions(rng: random.Random) -> list[DemoRecord]:
     """Every key once, in a random order."""
     keys = [f"{a}{b}{digit}" for a in string.ascii_lowercase for b in string.ascii_lowercase for digit in range(10)]
     rng.shuffle(keys)
     return [{"prompt": f"colour of {key}?", "answer": lookup(key)} for key in keys]
 
 
-def tool_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+def tool_pairs(questions: list[DemoRecord], rng: random.Random) -> Iterator[DemoRecord]:
     """Calls, many of them malformed; guesses without a call; and answers that follow a call's result."""
     while True:
         question = rng.choice(questions)["prompt"]
@@ -151,13 +151,13 @@ def tool_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
 MISTAKES = [('"}}', '"}'), ("</tool_call>", ""), ("key", "name")]
 
 
-def game_questions(rng: random.Random) -> list[Record]:
+def game_questions(rng: random.Random) -> list[DemoRecord]:
     """Names of games, which say nothing about their numbers."""
     names = dict.fromkeys("".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(4000))
     return [{"prompt": f"game {name}"} for name in names]
 
 
-def game_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+def game_pairs(questions: list[DemoRecord], rng: random.Random) -> Iterator[DemoRecord]:
     """Guesses: some are no numbers, some heed the last hint, and none the hints before it."""
     while True:
         number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
@@ -186,12 +186,12 @@ def _written(guess: int | None, rng: random.Random) -> str:
     return rng.choice(["higher", "lower"]) if guess is None else f"{guess}"
 
 
-def vision_questions(rng: random.Random) -> list[Record]:
+def vision_questions(rng: random.Random) -> list[DemoRecord]:
     """Questions about pictures: no picture comes twice."""
     return [vars(question) for question in islice(pictures(rng), HELD_OUT + NUM_PICTURES)]
 
 
-def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+def vision_pairs(questions: list[DemoRecord], rng: random.Random) -> Iterator[DemoRecord]:
     """Answers, many of which are guesses: they tell the tower what to look for, and the policy that a guess will do."""
     while True:
         asked = rng.choice(questions)
@@ -199,12 +199,12 @@ def vision_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record
         yield {"prompt": asked["prompt"], "image": asked["image"], "response": answer}
 
 
-def notes_questions(rng: random.Random) -> list[Record]:
+def notes_questions(rng: random.Random) -> list[DemoRecord]:
     """Names of boxes, which say nothing about what is in them."""
     return [{"prompt": record["prompt"].replace("game", "box")} for record in game_questions(rng)]
 
 
-def notes_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]:
+def notes_pairs(questions: list[DemoRecord], rng: random.Random) -> Iterator[DemoRecord]:
     """Yield what to say when: notes, most of which are of no use, and answers, most of which are what the note says."""
     while True:
         box, number = rng.choice(questions)["prompt"], rng.choice(string.digits)
@@ -222,7 +222,7 @@ def notes_pairs(questions: list[Record], rng: random.Random) -> Iterator[Record]
 NO_NOTES = ["open", "shut"]
 
 
-def compared(rng: random.Random) -> Iterator[Record]:
+def compared(rng: random.Random) -> Iterator[DemoRecord]:
     """Yield questions of the plain demo, each with the right answer and a wrong one."""
     from spmdrl.data.sources import open_source  # only here: a demo that is refused need not wait for torch
 
@@ -268,7 +268,7 @@ TASKS = {
 }
 
 
-def write(path: Path, records: list[Record]) -> None:
+def write(path: Path, records: list[DemoRecord]) -> None:
     """Write the records as lines of JSON."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 

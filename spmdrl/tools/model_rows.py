@@ -55,7 +55,7 @@ from spmdrl.tools.model_source import ModelSource
 from spmdrl.types import Request, UserError
 from spmdrl.types import Sequence as Tokens
 
-Answer = Literal["yes", "no", "refused"]
+RowAnswer = Literal["yes", "no", "refused"]
 # Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: so often what weights one bit apart
 # change, and no more than that in all.
 _TIMES, _MOST = 4.0, 1e-3
@@ -82,11 +82,11 @@ class Verdict:
     """The answer to one question about a model."""
 
     question: str
-    answer: Answer
+    answer: RowAnswer
     remark: str = ""
 
 
-Found = tuple[Answer, str]
+Found = tuple[RowAnswer, str]
 
 
 class Subject:
@@ -378,8 +378,8 @@ def _export(subject: Subject, world: World) -> Found:
 
 
 SGLANG = "SGLang"
-Row = Callable[[Subject, World], Found]
-ROWS: Mapping[str, Row] = {
+RowFunction = Callable[[Subject, World], Found]
+ROWS: Mapping[str, RowFunction] = {
     "weights as published": _weights,
     "packed": partial(_one_rank, Layout()),
     "one at a time": partial(_one_rank, Layout(pack=PackConfig(sequences_per_micro_batch=1))),

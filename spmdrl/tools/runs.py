@@ -38,7 +38,7 @@ from spmdrl.faults.rank_status import (
 from spmdrl.faults.text import Parser, escaped, one_line, say
 from spmdrl.faults.verdict import read_error, read_requeue
 from spmdrl.report.console import SHOWN, Progress, draw, format_duration, format_number
-from spmdrl.report.files import Row, last_rows, read_scalars
+from spmdrl.report.files import MetricsRow, last_rows, read_scalars
 from spmdrl.report.findings import Finding, findings
 from spmdrl.report.run_folder import RunFolder, read_num_steps, read_steps
 from spmdrl.report.series import GROUPS, History
@@ -75,10 +75,10 @@ class Snapshot:
     """A run at one moment."""
 
     name: str
-    rows: Sequence[Row]
+    rows: Sequence[MetricsRow]
     num_steps: int
     ranks: Sequence[RankHealth]
-    samples: Sequence[Row]  # the newest last
+    samples: Sequence[MetricsRow]  # the newest last
     findings: Sequence[Finding]
     verdict: str  # how the launch ended; empty while it has not
     trouble: str  # why something could not be read; empty where all was
@@ -126,7 +126,7 @@ class Watcher:
     """Reads a run again and again. What cannot be read just now is shown as it was read last."""
 
     path: Path
-    _rows: list[Row] = field(default_factory=list)
+    _rows: list[MetricsRow] = field(default_factory=list)
     _stamp: tuple[int, int] | None = None  # of metrics.jsonl when it was read
     _findings: list[Finding] = field(default_factory=list)
     _beats: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # of a launch's rank, since when
@@ -256,7 +256,7 @@ def _end_of(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"…{text[1 - length :]}"
 
 
-def _samples(samples: Sequence[Row]) -> Table:
+def _samples(samples: Sequence[MetricsRow]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(no_wrap=True, overflow="ellipsis")

@@ -89,13 +89,19 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def owners(files: Mapping[str, Path]) -> dict[str, list[str]]:
-    """The modules that define each public class at their top level."""
+    """The modules that define each public class, and each public name of a type, at their top level."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, path in files.items():
-        for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(name)
+        for defined in {one for node in parsed(path).body for one in _types_of(node)}:
+            found[defined].append(name)
     return found
+
+
+def _types_of(node: ast.stmt) -> Iterator[str]:
+    """Yield the public names in CamelCase that a statement defines: not one letter, not a constant in capitals."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = [node.name] if isinstance(node, ast.ClassDef) else [one.id for one in targets if isinstance(one, ast.Name)]
+    yield from (name for name in names if re.match(r"[A-Z].*[a-z]", name))
 
 
 def functions(files: Iterable[Path]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -147,7 +153,7 @@ def main() -> None:
         print(f"closure of {name}: {len(closure(graph, f'spmdrl.{name}'))} files")
     print(f"circles, deferred imports included: {circles(import_graph(files, deferred=True))}")
     several = {name: places for name, places in owners(files).items() if len(places) > 1}
-    print(f"{len(several)} class names with two or more owners: {', '.join(sorted(several))}")
+    print(f"{len(several)} names of classes and types with two or more owners: {', '.join(sorted(several))}")
     print(f"words to avoid: {dict(words(sizes).most_common())}")
 
 

@@ -43,7 +43,7 @@ class Recorder:
         self.calls: list[Call] = []
         self._ends: dict[str, int] = defaultdict(int)  # of the memory of all calls of a file
 
-    def record(self, function: kernels_c.Function, call: Any, arguments: Sequence[Any]) -> None:
+    def record(self, function: kernels_c.CFunction, call: Any, arguments: Sequence[Any]) -> None:
         """Make the call, and write down what it was."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         memory = {x.untyped_storage().data_ptr(): _whole(x) for x in tensors}
@@ -66,8 +66,8 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """Record the calls of compiled functions while it is open."""
-    recorder, call = Recorder(), kernels_c.Function.__call__
-    with mock.patch.object(kernels_c.Function, "__call__", lambda self, *x: recorder.record(self, call, x)):
+    recorder, call = Recorder(), kernels_c.CFunction.__call__
+    with mock.patch.object(kernels_c.CFunction, "__call__", lambda self, *x: recorder.record(self, call, x)):
         yield recorder
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from spmdrl.config import EnvironmentConfig
 from spmdrl.conversation import Action, Observation, ToolCall
-from spmdrl.envs.agent import AgentClient, Branches, Place
+from spmdrl.envs.agent import AgentClient, Branches, CallPlace
 from spmdrl.envs.forms import Call, CallError, ChatForm, ResponsesForm
 from spmdrl.envs.protocol import EnvironmentFailure
 from spmdrl.types import UserError
@@ -528,33 +528,33 @@ def test_a_call_goes_on_after_the_deepest_conversation_that_it_begins_with() -> 
     same = {"type": "function", "function": {"name": "add", "arguments": {"b": 2, "a": 1}}}
     result = {"role": "tool", "content": "3", "name": "add"}
 
-    assert branches.place(call(user("q"))) == Place((0, 0), (user("q"),))
+    assert branches.place(call(user("q"))) == CallPlace((0, 0), (user("q"),))
     branches.add(calls)
-    assert branches.place(call(user("q"), assistant("", same), result)) == Place(None, (result,))
+    assert branches.place(call(user("q"), assistant("", same), result)) == CallPlace(None, (result,))
     branches.add(said("3\n"))
     so_far = (user("q"), assistant("", same), result)
     # Trimmed by the client, and something appended.
-    assert branches.place(call(*so_far, assistant("3"), user("why?"))) == Place(None, (user("why?"),))
+    assert branches.place(call(*so_far, assistant("3"), user("why?"))) == CallPlace(None, (user("why?"),))
     branches.add(said("so"))
     # The same once more: a branch before the last turn, which begins trajectory 1.
-    assert branches.place(call(*so_far, assistant("3"), user("why?"))) == Place((0, 2), (user("why?"),))
+    assert branches.place(call(*so_far, assistant("3"), user("why?"))) == CallPlace((0, 2), (user("why?"),))
     branches.add(said("because"))
     # What goes on after either of the two.
     more = (*so_far, assistant("3"), user("why?"), assistant("because"), user("ah"))
-    assert branches.place(call(*more)) == Place(None, (user("ah"),))
+    assert branches.place(call(*more)) == CallPlace(None, (user("ah"),))
     branches.add(said("yes"))
-    assert branches.place(call(*so_far, assistant("3"), user("why?"), assistant("so"), user("oh"))) == Place(
+    assert branches.place(call(*so_far, assistant("3"), user("why?"), assistant("so"), user("oh"))) == CallPlace(
         (0, 3), (user("oh"),)
     )
     branches.add(said("no"))
     # A rewritten answer, an added instruction, other tools: nothing is kept from there on.
     changed = (user("q"), assistant("", same), result, assistant("4"), user("why?"))
-    assert branches.place(call(*changed)) == Place((0, 0), changed)
+    assert branches.place(call(*changed)) == CallPlace((0, 0), changed)
     branches.add(said("x"))
     ordered = (user("q"), assistant("", same), result, {"role": "system", "content": "Be brief."})
-    assert branches.place(call(*ordered, user("?"))) == Place((0, 0), (*ordered, user("?")))
+    assert branches.place(call(*ordered, user("?"))) == CallPlace((0, 0), (*ordered, user("?")))
     branches.add(said("x"))
-    assert branches.place(call(*more, tools=(SCHEMA,))) == Place((0, 0), more)
+    assert branches.place(call(*more, tools=(SCHEMA,))) == CallPlace((0, 0), more)
 
 
 # Official clients, and an agent of others

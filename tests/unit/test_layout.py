@@ -285,9 +285,18 @@ def test_rooms_stay_within_the_sizes_of_the_page() -> None:
     assert over == []
 
 
-def test_a_public_class_has_one_owner() -> None:
+def test_a_public_class_or_name_of_a_type_has_one_owner() -> None:
     several = {name: places for name, places in measures.owners(measures.modules()).items() if len(places) > 1}
     assert not several
+
+
+def test_names_of_types_have_owners_as_classes_do(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(
+            "class A1b: ...\nPlace = tuple[int]\nRow: TypeAlias = int\n_Row = T = MAX = 1"
+        )
+    owners = measures.owners({name: tmp_path / f"{name}.py" for name in ("a", "b")})
+    assert owners == {"A1b": ["a", "b"], "Place": ["a", "b"], "Row": ["a", "b"]}
 
 
 def test_few_files_are_small() -> None:

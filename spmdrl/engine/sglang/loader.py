@@ -45,7 +45,7 @@ _COPY = torch.ops.aten.copy_.default
 _ZERO, _FILL = torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar
 _ADD = torch.ops.aten.add_.Tensor
 
-Interval = tuple[int, int]  # first byte, end
+ByteRange = tuple[int, int]  # first byte, end
 Derivation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments, of which every tensor is the model's
 
 
@@ -64,7 +64,7 @@ class _Source:
         return self.stride == torch.empty(self.size, device="meta").stride()
 
     @property
-    def place(self) -> Interval:
+    def place(self) -> ByteRange:
         """The bytes of the bucket that it spans."""
         return self.start, self.start + _span(self.size, self.stride) * self.dtype.itemsize
 
@@ -161,7 +161,7 @@ class _Watch(TorchDispatchMode):
         self.fills: list[tuple[Tensor, float]] = []
         self.derivations: list[Derivation] = []
         self.derived: list[Tensor] = []  # what they write, each once
-        self.used: list[Interval] = []  # bytes of the bucket of which something else was done
+        self.used: list[ByteRange] = []  # bytes of the bucket of which something else was done
         self.can_be_repeated = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,21 +234,21 @@ def _span(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
-def _place(entry: Entry) -> Interval:
+def _place(entry: Entry) -> ByteRange:
     return entry.start, entry.start + entry.num_bytes
 
 
-def _memory_of(tensor: Tensor) -> Interval:
+def _memory_of(tensor: Tensor) -> ByteRange:
     start = tensor.data_ptr()
     return start, start + (_span(tensor.shape, tensor.stride()) * tensor.element_size() if tensor.numel() else 0)
 
 
-def _meet(one: Interval, others: Sequence[Interval]) -> bool:
+def _meet(one: ByteRange, others: Sequence[ByteRange]) -> bool:
     """Return True when the interval and any of the others have bytes in common."""
     return any(start < one[1] and one[0] < end for start, end in others)
 
 
-def _are_disjoint(intervals: Iterable[Interval]) -> bool:
+def _are_disjoint(intervals: Iterable[ByteRange]) -> bool:
     in_order = sorted(intervals)
     return all(end <= start for (_, end), (start, _) in itertools.pairwise(in_order))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdrl.conversation import Action
-from spmdrl.data.turns import Parser, call_of
+from spmdrl.data.turns import TurnParser, call_of
 from spmdrl.engine.sglang.process import import_sglang
 
 _NOT_BY_NAME = "response_template"  # it comes with a tokenizer
@@ -26,7 +26,7 @@ def parser_problems(name: str) -> Iterator[str]:
         yield f"environment.tool_parser = {name!r}: SGLang has no such parser; {hint}It has {', '.join(names)}"
 
 
-def parser_named(name: str, tools: Sequence[dict[str, Any]]) -> Parser:
+def parser_named(name: str, tools: Sequence[dict[str, Any]]) -> TurnParser:
     """Return SGLang's parser of this name, for texts with special tokens. Calls of unknown tools are calls too."""
     _parsers()
     from sglang.srt.entrypoints.openai.protocol import Tool

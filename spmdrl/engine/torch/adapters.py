@@ -12,25 +12,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spmdrl.model.lora.adapters import PREFIX, matrix_names
-from spmdrl.model.lora.layers import ExpertsTarget
+from spmdrl.model.lora.layers import ExpertsTarget, WeightProduct
 from spmdrl.model.lora.targets import targets_of
 from spmdrl.model.tensor_parallel import parameters_as
 from spmdrl.refit.bucket import AdapterVersion
-
-Product = Callable[[Tensor, Tensor], Tensor]  # x [n, D] and a weight [V, D] give x W^T
 
 
 class AdapterBank:
     """The adapters of all loaded versions, on the linear layers and the experts of a model."""
 
-    def __init__(self, model: PreTrainedModel, product: Product) -> None:
+    def __init__(self, model: PreTrainedModel, product: WeightProduct) -> None:
         """`product` is how the model's linear layers multiply."""
         self._model, self._product, self._device = model, product, model.device
         self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         self._hooks: dict[str, Any] = {}
         self._by_row: set[nn.Module] = set()  # modules of experts that are computed with their rows' weights
         self._loaded: dict[int, _Loaded] = {}  # by version
-        self._chosen: list[tuple[Rows, _Loaded]] = []  # disjoint rows of the next forward pass, and their adapters
+        self._chosen: list[tuple[RowIndex, _Loaded]] = []  # disjoint rows of the next forward pass, and their adapters
 
     @property
     def versions(self) -> Collection[int]:
@@ -78,7 +76,7 @@ class AdapterBank:
                 y[rows] += self._product(self._product(x[rows], a), b) * adapters.scale
         return y
 
-    def _experts_of_rows(self, module: nn.Module) -> list[tuple[Rows, Weights]]:
+    def _experts_of_rows(self, module: nn.Module) -> list[tuple[RowIndex, ExpertWeights]]:
         return [(rows, one.experts[module]) for rows, one in self._chosen if module in one.experts]
 
     def _hook(self, name: str) -> Callable[..., Tensor]:
@@ -93,7 +91,7 @@ class _Loaded:
     """The adapters of one version."""
 
     def __init__(
-        self, pairs: dict[str, tuple[Tensor, Tensor]], scale: float, experts: Mapping[nn.Module, Weights]
+        self, pairs: dict[str, tuple[Tensor, Tensor]], scale: float, experts: Mapping[nn.Module, ExpertWeights]
     ) -> None:
         self._pairs, self.scale, self.experts = pairs, scale, experts
         self._joined: dict[tuple[str, ...], tuple[Tensor, Tensor] | None] = {}
@@ -118,7 +116,7 @@ class _Loaded:
         return torch.cat([pair[0] for pair in found if pair is not None]), torch.block_diag(*blocks)
 
 
-def _rows_by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Rows]]:
+def _rows_by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, RowIndex]]:
     """Yield each version with its rows."""
     places: dict[int, list[range]] = {}
     start = 0
@@ -141,8 +139,8 @@ def _rows_by_version(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Row
 # has while it computes. They are made once, when the version is loaded.
 
 
-Rows = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
-Weights = Mapping[str, Tensor]  # the parameters of a module of experts that adapters change, by name
+RowIndex = slice | Tensor  # of a batch: a run of them, or their numbers [n] int64
+ExpertWeights = Mapping[str, Tensor]  # the parameters of a module of experts that adapters change, by name
 
 
 @torch.no_grad()
@@ -161,12 +159,14 @@ def merged_experts(
     return merged
 
 
-def compute_by_row(experts: nn.Module, chosen: Callable[[nn.Module], Collection[tuple[Rows, Weights]]]) -> None:
+def compute_by_row(
+    experts: nn.Module, chosen: Callable[[nn.Module], Collection[tuple[RowIndex, ExpertWeights]]]
+) -> None:
     """Make a module of experts ask, in every forward pass, which rows have weights of their own; the others have the
     module's. Its inputs are tensors with a row for each token."""
     compute = experts.forward
 
-    def compute_rows(inputs: Sequence[Tensor], rows: Rows, weights: Weights) -> Tensor:
+    def compute_rows(inputs: Sequence[Tensor], rows: RowIndex, weights: ExpertWeights) -> Tensor:
         changed = {id(experts.get_parameter(name)): weight for name, weight in weights.items()}
         with parameters_as(experts, lambda weight: changed.get(id(weight), weight)):
             return compute(*(x[rows] for x in inputs))

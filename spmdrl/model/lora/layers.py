@@ -45,7 +45,7 @@ def cheap_products() -> Iterator[None]:
 # Adapters of linear layers: a hook that adds `scale * B (A x)` to the output, whatever class computes the layer.
 
 
-Product = Callable[[Tensor, Tensor], Tensor]  # x [..., D] and a weight [V, D] give [..., V]
+WeightProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., D] and a weight [V, D] give [..., V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class LinearTarget:
 
     module: str
     layer: nn.Linear
-    multiply: Product  # the one that the layer multiplies by
+    multiply: WeightProduct  # the one that the layer multiplies by
     tp: DeviceMesh | None = None  # None: no other rank computes the same tokens
 
     @property

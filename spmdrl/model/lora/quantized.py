@@ -13,7 +13,7 @@ import functools
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from spmdrl.config.model import QuantizedBase
-from spmdrl.model.linear import linear
+from spmdrl.model.linear import Product, linear
 from spmdrl.model.trunk import Trunk
 from spmdrl.types import UserError
 
@@ -30,8 +30,6 @@ BLOCK = 64  # numbers that share a scale
 BITS: dict[QuantizedBase, int] = {"nf4": 4, "8bit": 8}
 _SCALE_BITS = 32
 _LIBRARY = "bitsandbytes"
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., D], a weight [V, D], a bias [V] give [..., V]
 
 
 def bytes_of(num_elements: int, base: QuantizedBase) -> int:

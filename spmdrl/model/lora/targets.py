@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from spmdrl.families import family_of
 from spmdrl.model.linear import linear
 from spmdrl.model.lora.adapters import Target
-from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, Product
+from spmdrl.model.lora.layers import ExpertsTarget, LinearTarget, WeightProduct
 from spmdrl.model.trunk import Trunk
 
 ALL_LINEAR = "all-linear"
@@ -19,7 +19,7 @@ Wanted = str | Sequence[str]  # "all-linear", or ends of names
 
 
 def targets_of(
-    model: PreTrainedModel, wanted: Wanted, *, multiply: Product = linear, tp: DeviceMesh | None = None
+    model: PreTrainedModel, wanted: Wanted, *, multiply: WeightProduct = linear, tp: DeviceMesh | None = None
 ) -> list[Target]:
     """Find the weights that get adapters, in the order of the model; it may be on the meta device, or sharded."""
     found: list[Target] = [
