@@ -47,12 +47,12 @@ from torch.distributed import HashStore
 
 from spmdrl.algo.seeds import mix, rollout_seed
 from spmdrl.engine.protocol import Clock, RequestQueue
-from spmdrl.rollout.beside import HeldOutAnswers, Rewarding, as_they_are
 from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight, TokenClock
 from spmdrl.rollout.collect import Collector
+from spmdrl.rollout.concurrent_eval import HeldOutAnswers, Rewarding, as_they_are
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, Span
 

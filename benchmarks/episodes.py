@@ -54,7 +54,7 @@ from spmdrl.envs.client import EnvironmentClient
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.types import FinishReason, Prompt, Request, Response, Rollout

@@ -41,15 +41,15 @@ def main() -> None:
     rank = connect()
     job = pickle.loads(receive(rank.makefile("rb")))  # it may read ahead, but nothing is sent before it is answered
     try:
-        walls = enter(job.sandbox, rank.fileno()) if job.sandbox else continue_below(rank.fileno())
+        isolation = enter(job.sandbox, rank.fileno()) if job.sandbox else continue_below(rank.fileno())
     except ValueError as error:
         rank.sendall(line({"problem": str(error)}))
         return
-    asyncio.run(_serve(job, rank, walls))
+    asyncio.run(_serve(job, rank, isolation))
 
 
-async def _serve(job: EnvJob, rank: socket.socket, walls: Isolation) -> None:
-    served = _Environments(job, walls)
+async def _serve(job: EnvJob, rank: socket.socket, isolation: Isolation) -> None:
+    served = _Environments(job, isolation)
     try:
         await served.load()
     except BaseException as error:
@@ -58,7 +58,7 @@ async def _serve(job: EnvJob, rank: socket.socket, walls: Isolation) -> None:
         os._exit(1)  # threads of the user's may be alive
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a class's file is relative to the rank's directory
-    rank.sendall(line({"unprotected": walls.missing, "tools": served.tools, "gives_rewards": served.gives_rewards}))
+    rank.sendall(line({"unprotected": isolation.missing, "tools": served.tools, "gives_rewards": served.gives_rewards}))
     reader, served.writer = await asyncio.open_connection(sock=rank)
     try:
         while True:
@@ -75,8 +75,8 @@ class _Environments:
 
     writer: asyncio.StreamWriter
 
-    def __init__(self, job: EnvJob, walls: Isolation) -> None:
-        self._job, self._walls = job, walls
+    def __init__(self, job: EnvJob, isolation: Isolation) -> None:
+        self._job, self._isolation = job, isolation
         self._open: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
         self._was_full = False  # no process or thread could be started: see `_clear`
@@ -140,7 +140,7 @@ class _Environments:
         if self._was_full:  # perhaps by children of this process, which `clear` leaves alone
             os._exit(1)
         try:
-            clear(self._walls)
+            clear(self._isolation)
         except OSError:
             os._exit(1)
 

@@ -49,7 +49,7 @@ class UpdateGuards:
     @classmethod
     def of(cls, cfg: Config, mesh: DeviceMesh) -> UpdateGuards | None:
         """Return the limits that are set, over the ranks that train; None when there are none."""
-        limits = cls(
+        guards = cls(
             mesh=mesh,
             stop=cfg.mismatch.stop,
             assert_on_policy=cfg.debug.assert_on_policy,
@@ -57,7 +57,7 @@ class UpdateGuards:
             only_first_compares=cfg.correction.old == "rollout",
             stop_kl_nats=cfg.loss.stop_kl_nats,
         )
-        return None if limits == cls(mesh=mesh, only_first_compares=limits.only_first_compares) else limits
+        return None if guards == cls(mesh=mesh, only_first_compares=guards.only_first_compares) else guards
 
     def check(self, local: Metrics, *, is_first: bool, where: str) -> bool:
         """Return True when the KL from the policy before the step exceeds `stop_kl_nats`; the same on every rank.
@@ -68,7 +68,7 @@ class UpdateGuards:
         values = scalars(merge_over(self.mesh, local))
         problems = self._mismatched(values) if is_first or not self.only_first_compares else []
         if is_first and self.assert_on_policy:
-            problems += _moved(values)
+            problems += _off_policy_clause(values)
         if problems:
             raise TrainingDiverged(f"{where}: {'; '.join(problems)}; no weights were changed")
         return self.stop_kl_nats is not None and values.get(DRIFT, 0.0) > self.stop_kl_nats
@@ -81,7 +81,7 @@ class UpdateGuards:
         return problems
 
 
-def _moved(values: Mapping[str, float]) -> list[str]:
+def _off_policy_clause(values: Mapping[str, float]) -> list[str]:
     """Return a clause when the ratios of a policy that has not moved are not 1; a step without loss tokens passes."""
     # k1, not k3: a difference in the last bit is rounded away in k3.
     deviation, k1 = values.get("update/ratio_max_deviation", 0.0), values.get("update/k1_old_nats", 0.0)
@@ -123,7 +123,7 @@ class LossScale:
 
 @dataclass(slots=True, eq=False)
 class Learner:
-    """One model in training: its optimizer and loss scale, what it minimises, and the limits it keeps.
+    """One model in training: its optimizer and loss scale, what it minimises, and the guards of its updates.
 
     A new one has learned nothing yet.
     """
@@ -134,7 +134,7 @@ class Learner:
     _: KW_ONLY
     num_updates: int  # optimizer steps of the whole run
     dtype: torch.dtype  # of forward and backward
-    limits: UpdateGuards | None = None
+    guards: UpdateGuards | None = None
     area: str = "update"  # the first part of its metrics' names
     frozen_steps: int = 0  # at the start, in which it learns nothing
     coefficients: dict[str, float] = field(default_factory=dict)  # see `coefficients.py`; changed in place
@@ -181,7 +181,7 @@ def start_learners(
             policy_objective(cfg, coefficients, longest_tokens=plan.max_sequence_tokens),
             num_updates=plan.num_updates,
             dtype=dtype,
-            limits=UpdateGuards.of(cfg, meshes.training),
+            guards=UpdateGuards.of(cfg, meshes.training),
             frozen_steps=cfg.critic.warmup_steps,
             coefficients=coefficients,  # the objective sees how they change
             followers=followers,

@@ -52,7 +52,7 @@ def update(learner: Learner, mini_batches: list[MiniBatch], meshes: Meshes, *, s
             result = _optimizer_step(learner, mini_batch, meshes, step=step, number=number, is_first=is_first)
             beyond_kl_limit, is_first = result.beyond_kl_limit, False
             parts.append(result.metrics)
-        if learner.limits and learner.limits.stop_kl_nats is not None:
+        if learner.guards and learner.guards.stop_kl_nats is not None:
             parts.append({f"{learner.area}/left_out_fraction": Mean(float(beyond_kl_limit), 1.0)})
     follow(learner, step=step)
     return merge_all(parts) if meshes.is_data_leader else {}
@@ -146,7 +146,7 @@ def optimizer_step(
 
     # A collective: the limits are on the metrics of all ranks. They come first, because a mismatch explains a loss that
     # is not finite.
-    beyond_kl_limit = learner.limits is not None and learner.limits.check(metrics, is_first=is_first, where=where)
+    beyond_kl_limit = learner.guards is not None and learner.guards.check(metrics, is_first=is_first, where=where)
     if not math.isfinite(loss):
         raise TrainingDiverged(f"{where}: the loss is {loss}; no weights were changed")
     if beyond_kl_limit:

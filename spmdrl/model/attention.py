@@ -81,7 +81,7 @@ def seeing_blocks(
         ]
 
     @functools.cache
-    def whole(window: int | None, device: torch.device, by_flash: bool) -> _Attend:
+    def whole(window: int | None, device: torch.device, by_flash: bool) -> _AttendBlocks:
         return _Together(views(window), device) if by_flash else functools.partial(_one_by_one, views(window))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
@@ -95,7 +95,7 @@ def seeing_blocks(
     return attend
 
 
-_Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]  # to the rows of all blocks, [N, H, D]
+_AttendBlocks = Callable[[Tensor, Tensor, Tensor, AttentionLayer], Tensor]  # to the rows of all blocks, [N, H, D]
 
 
 def _one_by_one(views: Sequence[_View], q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:

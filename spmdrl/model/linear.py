@@ -49,7 +49,7 @@ TensorFunction = Callable[..., Any]  # from tensors to a tensor, or to several
 
 def with_backward_of(differentiable: TensorFunction, exact: TensorFunction, *inputs: Tensor) -> Any:
     """Return `exact(*inputs)` with the gradient of `differentiable(*inputs)`."""
-    return _WithGradient.apply(differentiable, exact, *inputs)
+    return _WithBackwardOf.apply(differentiable, exact, *inputs)
 
 
 def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None =
     return y.view(*x.shape[:-1], -1)
 
 
-class _WithGradient(torch.autograd.Function):
+class _WithBackwardOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, differentiable: TensorFunction, exact: TensorFunction, *inputs: Tensor) -> Any:
         ctx.save_for_backward(*inputs)

@@ -57,7 +57,7 @@ def main() -> None:
     messages = trainer.makefile("rb")
     job = pickle.loads(receive(messages))
     try:
-        walls = enter(job.sandbox, trainer.fileno()) if job.sandbox else continue_below(trainer.fileno())
+        isolation = enter(job.sandbox, trainer.fileno()) if job.sandbox else continue_below(trainer.fileno())
         loaded = {term.name: load(term.kind, term.settings) for term in job.terms}
         users = {term.name for term in job.terms if term.kind == "function"}
     except Exception as error:
@@ -66,12 +66,12 @@ def main() -> None:
         return
     if job.sandbox:
         os.chdir(job.sandbox.folder)  # after loading: a function's file is relative to the trainer's directory
-    trainer.sendall(line({"unprotected": walls.missing}))
+    trainer.sendall(line({"unprotected": isolation.missing}))
     while message := receive(messages):
         if job.sandbox:
             limit_cpu(job.limit_s)
         reply = _reply(loaded, message, users)
-        clear(walls)
+        clear(isolation)
         trainer.sendall(line(reply))
 
 

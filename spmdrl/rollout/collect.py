@@ -22,8 +22,8 @@ from spmdrl.config.strict import as_written
 from spmdrl.dist.collectives import gather_objects
 from spmdrl.engine.protocol import EngineDied
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.beside import HeldOutAnswers
 from spmdrl.rollout.clock import RecordedClock, RefitInFlight, TokenClock, VirtualClock
+from spmdrl.rollout.concurrent_eval import HeldOutAnswers
 from spmdrl.rollout.curriculum import MEASUREMENTS, NOTHING_MEASURED, Measurements
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
 from spmdrl.rollout.part import CollectionRules, EnginePart, EnginePlace, GroupSource, PartSummary, prompt_id_of

@@ -29,7 +29,7 @@ from spmdrl.envs.protocol import Answer, EnvironmentFailure, OpenEpisode
 from spmdrl.faults.text import one_line
 from spmdrl.rollout.context import asked, conversation, is_due, num_to_leave_out, without_thinking
 from spmdrl.rollout.env_context import EnvContext, restore_shown, spans_of
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.types import (
     EpisodeEnd,
     FinishReason,
@@ -43,7 +43,7 @@ from spmdrl.types import (
     UserError,
 )
 
-Context = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
+EncodedContext = tuple[tuple[int, ...], tuple[ImageSpan, ...]]  # tokens before a response, and the images among them
 
 EMPTY_RESPONSE = Response(token_ids=(), logprobs=(), finish_reason="abort", spans=())
 
@@ -298,7 +298,7 @@ class Episode:
         else:
             self._begin_turn(self.prompt.token_ids, self.prompt.images)
 
-    def _prompt_with(self, greeting: Observation) -> Context:
+    def _prompt_with(self, greeting: Observation) -> EncodedContext:
         """Return the prompt's tokens with what the environment says first."""
         assert self.env_context is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
@@ -436,7 +436,7 @@ class Episode:
         if self._response_limit(context_ids) < 1:
             self._finish("context")
 
-    def _conversation(self, request: str | None = None) -> Context:
+    def _conversation(self, request: str | None = None) -> EncodedContext:
         """Render the conversation so far, with a request of a summary if there is one."""
         assert self.env_context is not None
         messages = conversation(self._opening(), self.turns, self.num_left_out, self._context)
@@ -459,14 +459,14 @@ class Episode:
         answers = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in answers if observation is not None)
 
-    def _encode_observation(self, observation: Observation) -> Context:
+    def _encode_observation(self, observation: Observation) -> EncodedContext:
         """Return what the policy reads of an observation after its last response."""
         assert self.env_context is not None
         encoder, images = self._encoder(observation), self.env_context.images
         token_ids = encoder.appended(observation.messages, after=self.turns[-1].response.token_ids)
         return expanded(token_ids, spans_of(observation, images), images, start=len(self._token_ids))
 
-    def _render(self, messages: Sequence[Message]) -> Context:
+    def _render(self, messages: Sequence[Message]) -> EncodedContext:
         """Return the tokens of the conversation, with the images of the prompt and of all observations."""
         assert self.env_context is not None
         images = self.env_context.images

@@ -12,7 +12,7 @@ from spmdrl.rewards.client import Pending
 from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode, SavedEpisode
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.types import ImageSpan, Prompt, Response, RewardOutcome
 
 

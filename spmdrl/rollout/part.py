@@ -20,13 +20,13 @@ from spmdrl.data.stream import PromptStream
 from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.engine.start import Restarts
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.beside import HeldOutAnswers
 from spmdrl.rollout.clock import TOKENS_PER_TICK, TokenClock
+from spmdrl.rollout.concurrent_eval import HeldOutAnswers
 from spmdrl.rollout.curriculum import IN_ORDER, InOrder, Success
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import POLL_S, EpisodeScheduler, RestoreImages
 from spmdrl.rollout.tickets import Tickets
 from spmdrl.types import Rollout

@@ -21,16 +21,16 @@ from spmdrl.envs.client import open_environments
 from spmdrl.report.files import StepRowsFile, read_rows
 from spmdrl.rewards.client import Pending
 from spmdrl.rewards.judge import Cache
-from spmdrl.rollout.beside import HeldOutAnswers, Rewarding, as_they_are
 from spmdrl.rollout.clock import RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.concurrent_eval import HeldOutAnswers, Rewarding, as_they_are
 from spmdrl.rollout.curriculum import curriculum_of
 from spmdrl.rollout.env_context import EnvContext, open_env_context
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource, training_rules
 from spmdrl.rollout.policy_judge import PolicyJudge
-from spmdrl.rollout.sample import eval_sampling, training_sampling
+from spmdrl.rollout.sampling import eval_sampling, training_sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, RestoreImages, sample
 from spmdrl.run import Launch
 from spmdrl.types import Rollout, UserError

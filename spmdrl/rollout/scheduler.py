@@ -16,7 +16,7 @@ from spmdrl.engine.protocol import RolloutEngine
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.types import Prompt, Request, Rollout
 
 POLL_S = 0.1  # how soon an engine sees what others have done

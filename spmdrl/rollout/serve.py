@@ -61,9 +61,9 @@ def serve(run: Launch[Config]) -> None:
     step, prompts = run.resume_point.step, run.inputs.prompts
     engine = run.enter(closing(start_engine(run)))
     messages: list[str] = []
-    deliver = _Deliveries(plan, engine, meshes)
+    sender = _RolloutSender(plan, engine, meshes)
     weights = _Weights(engine, meshes, with_adapters=run.cfg.sends_adapters)
-    with deliver.reporting_problems(weights), deliver.ending(weights):
+    with sender.reporting_problems(weights), sender.ending(weights):
         restarts = Restarts(meshes.engines, None, message=messages.append)
         sampler = LocalSampler(run, engine, restarts, message=messages.append)
         saved = checkpoint.collector_state(run.resume_point.folder, step=step)
@@ -82,14 +82,14 @@ def serve(run: Launch[Config]) -> None:
             weights.receive()
             watch.enter("eval")
             if engine.version < plan.num_steps:
-                deliver.probes(sampler.answer_probes())
+                sender.probes(sampler.answer_probes())
             if not plan.evaluates_after(engine.version):
                 return
             is_known = engine.version == step and run.resume_point.is_evaluated
 
             def deliver_unless_known(pending: Sequence[Pending]) -> None:
                 if not is_known:
-                    deliver.held_out(run.rewards.collect(pending))
+                    sender.held_out(run.rewards.collect(pending))
 
             if not alone and (run.cfg.run.deterministic or not is_known):
                 # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
@@ -125,7 +125,7 @@ def serve(run: Launch[Config]) -> None:
             requests = gather_objects(meshes.engines, watch.stop_request())
             stop_request = next((request for request in requests if request is not None), None)
             # The state goes along with every step: the ranks that train may stop, and save, after any.
-            deliver.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
+            sender.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
         while True:  # until the next order is `EndOfRun`
             refit()
@@ -211,7 +211,7 @@ class _Weights:
             self._replies.send(what, to=FIRST)
 
 
-class _Deliveries:
+class _RolloutSender:
     """Sends rollouts and their rewards to the ranks that train. Each gets whole groups; which ones does not matter,
     because batches are laid out over all ranks later."""
 
@@ -233,7 +233,7 @@ class _Deliveries:
         """Send the rollouts of a step."""
         for rank in self._receivers:
             is_first = rank == FIRST
-            delivery = RolloutShard(
+            shard = RolloutShard(
                 outcomes=[
                     (rollout, outcome)
                     for rollout, outcome in outcomes
@@ -246,7 +246,7 @@ class _Deliveries:
                 messages=tuple(messages) if is_first else (),
                 stop_request=stop_request,
             )
-            self._rollouts.send(delivery, to=rank)
+            self._rollouts.send(shard, to=rank)
 
     def held_out(self, outcomes: Sequence[Rewarded]) -> None:
         """Send the rollouts of an evaluation."""

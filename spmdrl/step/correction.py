@@ -103,24 +103,24 @@ def correct(batch: Batch, cfg: Config, meshes: Meshes) -> Batch:
     for place, algorithm in enumerate(cfg.algorithms):
         if needs_global_stats(algorithm.correction):
             longest = cfg.rollout.max_response_tokens
-            settled = _corrected(batch, place, algorithm, meshes.data, max_response_tokens=longest)
-            batch = batch.with_micro_batches(map(_joined, batch.micro_batches, settled))
+            corrected = _corrected(batch, place, algorithm, meshes.data, max_response_tokens=longest)
+            batch = batch.with_micro_batches(map(_joined, batch.micro_batches, corrected))
     return batch
 
 
-def _joined(micro_batch: MicroBatch, settled: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with what was settled for the loss tokens of one algorithm."""
-    scale = torch.ones_like(settled.rewards) if micro_batch.mismatch_scale is None else micro_batch.mismatch_scale
+def _joined(micro_batch: MicroBatch, corrected: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with what was corrected for the loss tokens of one algorithm."""
+    scale = torch.ones_like(corrected.rewards) if micro_batch.mismatch_scale is None else micro_batch.mismatch_scale
     before = {"loss_weights": micro_batch.loss_weights, "mismatch_scale": scale}
-    own = settled.loss_mask
-    columns = settled.columns
+    own = corrected.loss_mask
+    columns = corrected.columns
     return micro_batch.with_columns({name: torch.where(own, columns[name], x) for name, x in before.items()})
 
 
 def _corrected(
     batch: Batch, place: int, algorithm: Algorithm, mesh: DeviceMesh, *, max_response_tokens: int
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches as the algorithm sees them, settled."""
+    """Yield the micro-batches as the algorithm sees them, corrected."""
     correction = algorithm.correction
     seen = [[one.owned_by(place) for one in mini_batch] for mini_batch in batch.mini_batches]
     accepted = [[accepted_tokens(micro_batch, correction) for micro_batch in mini_batch] for mini_batch in seen]

@@ -42,7 +42,7 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.rewards.client import RewardClient
 from spmdrl.rollout.env_context import open_env_context
 from spmdrl.rollout.policy_judge import PolicyJudge
-from spmdrl.rollout.sample import eval_sampling
+from spmdrl.rollout.sampling import eval_sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.run import kernel_of_run
 from spmdrl.step.evaluate import ScoredPrompt, eval_metrics, scored_prompts

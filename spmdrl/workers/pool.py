@@ -398,7 +398,7 @@ class Worker(Generic[LoadedT]):
             except BlockingIOError:
                 pass
             except OSError:  # it has ended
-                self._lose()
+                self._on_death()
                 return
         if process is not None:
             self._poll.register(process.socket, select.POLLIN | (select.POLLOUT if self._to_send else 0))
@@ -432,9 +432,9 @@ class Worker(Generic[LoadedT]):
             if len(self._received) > self._program.max_answer_bytes:
                 raise ValueError(INVALID_ANSWER)
         except (EOFError, OSError):
-            self._lose()
+            self._on_death()
         except (ValueError, KeyError, TypeError, RecursionError):
-            self._lose(INVALID_ANSWER)
+            self._on_death(INVALID_ANSWER)
 
     def _take(self, answer: Any) -> None:
         """Take one answer. Raises ValueError, KeyError or TypeError for one that a process should not send."""
@@ -480,7 +480,7 @@ class Worker(Generic[LoadedT]):
             self._to_send += _framed(PING)
             self._pinged_until = now + min(_PING_LIMIT_S, self._program.limit_s)
         elif self._pinged_until <= now:
-            self._lose("it did not read")
+            self._on_death("it did not read")
 
     def _end_late(self) -> None:
         """Fail what is past its time limit, and end the process for it."""
@@ -492,7 +492,7 @@ class Worker(Generic[LoadedT]):
             self._fail(late, "timeout", self._program.too_late)
             self._reset_sessions(died_idle=False, how="")
 
-    def _lose(self, reason: str | None = None) -> None:
+    def _on_death(self, reason: str | None = None) -> None:
         """Take note that the process has died, or kill it for a reason, and of the sessions that were in it."""
         is_loading = self._loads_until is not None
         present = [sent.session for sent in self._in_flight.values()]

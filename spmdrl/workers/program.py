@@ -23,16 +23,16 @@ _LIMIT_S = 2.0  # for processes that have been killed to be gone
 _CLEANUP_POLL_S = 0.001
 
 
-def clear(walls: Isolation) -> None:
+def clear(isolation: Isolation) -> None:
     """End the processes that were left, and delete the files.
 
     Where this process still has children, these and all others live on: a reward function may keep a pool of them.
     Raises OSError where something cannot be removed; then the whole sandbox must end.
     """
-    if walls.owns_processes and not _has_children():
+    if isolation.owns_processes and not _has_children():
         _end_others()
-    for folder in walls.own_folders:
-        if not (walls.in_memory and _is_untouched(folder)):
+    for folder in isolation.own_folders:
+        if not (isolation.in_memory and _is_untouched(folder)):
             empty(folder)
 
 

@@ -274,8 +274,8 @@ def enter(sandbox: Sandbox, pipe: int) -> Isolation:
     It continues as another process, which alone holds `pipe`; apart from the standard streams no other descriptor may
     be open. With `is_strict` it raises a ValueError where the machine cannot protect everything.
     """
-    walls = _separate_as_far_as_possible(sandbox, pipe)
-    missing = walls.missing + refuse_system_calls()
+    isolation = _separate_as_far_as_possible(sandbox, pipe)
+    missing = isolation.missing + refuse_system_calls()
     if missing and sandbox.is_strict:
         raise ValueError(
             f'{sandbox.setting}.mode = "strict", but {"; ".join(missing)}; set it to "auto" to accept that'
@@ -286,11 +286,11 @@ def enter(sandbox: Sandbox, pipe: int) -> Isolation:
         "RLIMIT_NOFILE": sandbox.max_open_files,
         "RLIMIT_CORE": 0,
     }
-    if walls.owns_processes:
+    if isolation.owns_processes:
         # Without a namespace, all processes of the user would count, including the trainer's threads.
         limits["RLIMIT_NPROC"] = sandbox.max_processes + _KEEPERS
     missing += [sentence for name, limit in limits.items() for sentence in _limit(name, limit)]
-    return replace(walls, missing=missing)
+    return replace(isolation, missing=missing)
 
 
 def limit_cpu(limit_s: float) -> None:
@@ -400,7 +400,7 @@ def _set_mount(place: str, flags: int, *, on: int = 0, off: int = 0) -> None:
 
 
 def continue_below(pipe: int) -> Isolation:
-    """Continue in a child of this process, which alone holds `pipe`; there are no walls.
+    """Continue in a child of this process, which alone holds `pipe`; nothing is isolated.
 
     This process stays as the parent of all that the child leaves behind, and kills it when the child ends or the rank
     does.

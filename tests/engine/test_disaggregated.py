@@ -26,7 +26,7 @@ from spmdrl.learn.update import update
 from spmdrl.model.load import load_policy
 from spmdrl.refit.refit import Refit
 from spmdrl.rewards.client import Pending
-from spmdrl.rollout.sample import Sampling, training_sampling
+from spmdrl.rollout.sampling import Sampling, training_sampling
 from spmdrl.rollout.serve import serve
 from spmdrl.rollout.start import start_sampler
 from spmdrl.step.batch import build_batch, to_sequences

@@ -21,7 +21,7 @@ from spmdrl.conversation import Action, EpisodeStart, Observation
 from spmdrl.envs.client import open_environments
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.rollout.env_context import EnvContext
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.types import Prompt, Request, Response, Rollout
 from tests.helpers.agents import agent_config, script

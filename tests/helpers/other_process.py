@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.engine.sglang.loader import described, load_bucket
+from spmdrl.engine.sglang.loader import describe_bucket, load_bucket
 from spmdrl.engine.sglang.process import Handle
 from spmdrl.refit.bucket import Bucket, Naming, bucket_of
 from spmdrl.refit.digest import digest
@@ -58,7 +58,7 @@ class OtherProcess:
 
     def _parcel(self, bucket: Bucket, memory: Tensor, buffer: int) -> tuple[str, Handle]:
         stays_open = memory.device.type == self._device.type
-        return described(bucket, buffer=buffer, stays_open=stays_open), Handle(memory[: bucket.num_bytes])
+        return describe_bucket(bucket, buffer=buffer, stays_open=stays_open), Handle(memory[: bucket.num_bytes])
 
     def load(self, number: int) -> None:
         if self._device.type == "cuda":
@@ -75,7 +75,7 @@ class OtherProcess:
         """Send one tensor, and return when it was copied."""
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        description = described(bucket_of([(name, tensor)]), buffer=0, stays_open=False)
+        description = describe_bucket(bucket_of([(name, tensor)]), buffer=0, stays_open=False)
         self._send("load", description, Handle(tensor.view(-1).view(torch.uint8)))
         self._receive()
 

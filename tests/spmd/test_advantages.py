@@ -447,7 +447,7 @@ def _stopped(path: str, folder: str) -> Any:
                 objective,
                 num_updates=2,
                 dtype=torch.float32,
-                limits=UpdateGuards(mesh=meshes.training, stop_kl_nats=stop),
+                guards=UpdateGuards(mesh=meshes.training, stop_kl_nats=stop),
                 coefficients=start,
             )
             prepared = completed(batch, meshes, policy).mini_batches[:kept]

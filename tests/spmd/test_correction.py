@@ -61,7 +61,7 @@ def _steps(
                 PolicyObjective(LossConfig(), correction=cfg.correction),
                 num_updates=num_updates,
                 dtype=torch.float32,
-                limits=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True),
+                guards=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(max_abs_nats=1e3), assert_on_policy=True),
             )
             mine = random_sequences(SEQUENCES)[world.rank :: world.num_ranks]
             batch = build_batch(mine, plan, meshes, aggregation="token_mean")
@@ -108,7 +108,7 @@ def _stopped(path: str, case: dict[str, Any], stop: dict[str, float]) -> tuple[s
             PolicyObjective(LossConfig(), correction=cfg.correction),
             num_updates=1,
             dtype=torch.float32,
-            limits=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
+            guards=UpdateGuards(mesh=meshes.training, stop=MismatchLimits(**stop), assert_on_policy=True),
         )
         batch = build_batch(random_sequences(SEQUENCES)[world.rank :: 2], plan, meshes, aggregation="token_mean")
         batch = add_logprobs(completed(batch, meshes), {"policy": learner}, NO_FROZEN_MODELS, cfg, meshes)

@@ -21,7 +21,7 @@ from spmdrl.envs.protocol import Answer
 from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.types import Prompt, Rollout
 from tests.helpers.agents import agent_config, script

@@ -21,7 +21,7 @@ from spmdrl import types as nouns
 from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.files import read_part
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.types import Response, Span
 
 BEFORE = Path(__file__).parents[1] / "data/written_before"  # by the version that converted each noun by hand

@@ -31,14 +31,14 @@ from spmdrl.engine.start import MAX_RESTARTS, Restarts
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION
 from spmdrl.refit.refit import load_whole
-from spmdrl.rollout.beside import Rewarding, as_they_are
 from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
+from spmdrl.rollout.concurrent_eval import Rewarding, as_they_are
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.part import CollectionRules, EnginePlace, GroupSource
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import sample
 from spmdrl.rollout.tickets import SharedTickets
 from spmdrl.types import Prompt, Request, Response, RewardOutcome, Rollout, Span, UserError

@@ -29,7 +29,7 @@ from spmdrl.envs.protocol import Answer, EnvironmentFailure
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode, EpisodeState
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.step.batch import to_sequences
 from spmdrl.step.rewards import state_of, turn_spans

@@ -30,7 +30,7 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.report.samples import answer_row
 from spmdrl.rollout.env_context import EnvContext, restore_rollout
 from spmdrl.rollout.group import PromptGroup
-from spmdrl.rollout.sample import Sampling
+from spmdrl.rollout.sampling import Sampling
 from spmdrl.rollout.scheduler import EpisodeScheduler, sample
 from spmdrl.types import Prompt, RewardOutcome, Rollout, Trajectory, Turn, UserError
 from spmdrl.types import Sequence as Tokens

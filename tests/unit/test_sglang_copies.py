@@ -137,7 +137,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 def test_copies_equal_the_loader(kind: Callable[[], Model], loaded: set[str]) -> None:
     model, expected = kind(), kind()
     bucket, flat = filled(0)
-    copies = CopyPlan.noted(model, bucket.flat_entries, flat)
+    copies = CopyPlan.record(model, bucket.flat_entries, flat)
     for seed in (1, 2):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -156,7 +156,7 @@ def test_copies_equal_the_loader(kind: Callable[[], Model], loaded: set[str]) ->
 def test_the_first_bucket_is_loaded_while_it_is_watched() -> None:
     model, expected = Model(), Model()
     bucket, flat = filled(0)
-    CopyPlan.noted(model, bucket.flat_entries, flat)
+    CopyPlan.record(model, bucket.flat_entries, flat)
     expected.load_weights([(entry.name, entry.view(flat)) for entry in bucket.flat_entries])
     for name, tensor in held(model).items():
         assert torch.equal(tensor, held(expected)[name])
@@ -182,7 +182,7 @@ def removed(model: Model) -> None:
 def test_copies_into_memory_that_the_model_no_longer_has_are_not_valid(change: Callable[[Model], None]) -> None:
     model = Model()
     bucket, flat = filled(0)
-    copies = CopyPlan.noted(model, bucket.flat_entries, flat)
+    copies = CopyPlan.record(model, bucket.flat_entries, flat)
     assert copies.are_valid()
     change(model)
     assert not copies.are_valid()

@@ -142,9 +142,9 @@ class _Adapted:
 class AdapterSlots:
     """The versions whose adapters one SGLang engine has loaded."""
 
-    def __init__(self, share: TpShard) -> None:
-        """`share` is any device's."""
-        self._share = share
+    def __init__(self, shard: TpShard) -> None:
+        """`shard` is any device's."""
+        self._shard = shard
         self._versions = AdapterRefs()
         # SGLang may read a version's tensors as long as they are loaded, so each version has memory of its own, which
         # is used again when the version is gone.
@@ -170,14 +170,14 @@ class AdapterSlots:
                 load_format="flattened_bucket",
                 # Each device may open what it is sent once; it gets everything, and takes its part.
                 serialized_named_tensors=[
-                    sglang_process.serialized_adapters(plan.tensors, memory) for _ in range(self._share.size)
+                    sglang_process.serialized_adapters(plan.tensors, memory) for _ in range(self._shard.size)
                 ],
             )
         except RuntimeError as refusal:
             _, is_mismatch, arrived = str(refusal).partition(MISMATCH)
             if not is_mismatch:
                 raise
-            given = padded_adapters(adapters.tensors, self._share)
+            given = padded_adapters(adapters.tensors, self._shard)
             sent = digests({name: [tensor] for name, tensor in given.items()})
             return [name for name, found in json.loads(arrived).items() if found != sent.get(name)]
         self._memory[version] = memory
@@ -222,13 +222,13 @@ class AdapterSlots:
     def _in_own_memory(self, adapters: AdapterVersion) -> tuple[_Plan, Tensor]:
         """Copy adapters, padded as SGLang pads weights, into memory that its processes can open."""
         if self._plan is None or self._plan.given is not adapters.bucket:
-            self._plan = _Plan.of(adapters, self._share)
+            self._plan = _Plan.of(adapters, self._shard)
         plan, bucket = self._plan, self._plan.padded
         memory = self._spare.pop() if self._spare else torch.empty(bucket.num_bytes, dtype=torch.uint8).share_memory_()
         if plan.pads_nothing:
             memory.copy_(adapters.flat)
         else:
-            tensors = padded_adapters(adapters.tensors, self._share)
+            tensors = padded_adapters(adapters.tensors, self._shard)
             for entry in bucket.flat_entries:
                 entry.view(memory).copy_(tensors[entry.name])
         return plan, memory
@@ -245,8 +245,8 @@ class _Plan:
     modules: list[str]  # that have adapters
 
     @classmethod
-    def of(cls, adapters: AdapterVersion, share: TpShard) -> _Plan:
-        padded = bucket_of(list(padded_adapters(adapters.tensors, share).items()))
+    def of(cls, adapters: AdapterVersion, shard: TpShard) -> _Plan:
+        padded = bucket_of(list(padded_adapters(adapters.tensors, shard).items()))
         modules = sorted({entry.name.split(".")[-3] for entry in padded.flat_entries})
         tensors = sglang_process.flattened_metadata(padded.flat_entries)
         return cls(adapters.bucket, padded, padded == adapters.bucket, tensors, modules)

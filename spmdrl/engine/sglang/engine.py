@@ -97,7 +97,7 @@ class SGLangEngine(RolloutEngine):
         self.leads = mesh.get_local_rank() == 0
         self._options = options
         self._mesh = mesh
-        self._share = TpShard.of(
+        self._shard = TpShard.of(
             model_config,
             rank=mesh.get_local_rank(),
             size=mesh.size(),
@@ -107,7 +107,7 @@ class SGLangEngine(RolloutEngine):
         self._family, self._images = vision_family(model_config), images
         self._unused = family_of(model_config.get_text_config()).sglang.has_unused
         self._released: set[str] = set()
-        self._adapters = AdapterSlots(self._share)
+        self._adapters = AdapterSlots(self._shard)
         self._salts = CacheSalts(options.max_cache_age)
         self._handles: list[tuple[str, sglang_process.Handle]] = []  # of each bucket: its description and its memory
         self._payloads: list[list[bytes]] = []  # of each rank of the mesh, of each bucket
@@ -156,7 +156,7 @@ class SGLangEngine(RolloutEngine):
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
         tp_size = run.cfg.rollout.tp_size
-        shares = [
+        shards = [
             TpShard.of(
                 run.inputs.model_config,
                 rank=rank,
@@ -172,8 +172,8 @@ class SGLangEngine(RolloutEngine):
             naming=cls.naming,
             group=sending_group(run.plan, run.meshes),
             digests=lambda whole: [
-                {name: sglang_process.sglang_checksum(tensor) for name, tensor in sharded_weights(whole, share).items()}
-                for share in shares
+                {name: sglang_process.sglang_checksum(tensor) for name, tensor in sharded_weights(whole, shard).items()}
+                for shard in shards
             ],
             device=run.device,
         )
@@ -297,7 +297,7 @@ class SGLangEngine(RolloutEngine):
 
     def begin_update(self, buckets: Sequence[Bucket], buffers: Sequence[Tensor], *, version: int) -> None:
         """Gather every rank's handles on the rank that leads."""
-        with _death_reported_later():
+        with _defer_engine_death():
             self._settle()
             self._resume(self._released & {"weights"})
         self._asked.clear()
@@ -314,18 +314,18 @@ class SGLangEngine(RolloutEngine):
         """Raise UserError on every rank of the engine where its first refit would send another list of weights in e4m3
         than it has."""
         if self._process is not None:
-            with _death_reported_later():
+            with _defer_engine_death():
                 self._process.ask("begin_weight_update", "BeginWeightUpdateReqInput", selector="all")
         if self.version < 0:
             with raise_on_all_ranks(self._mesh):
                 if self._process is not None and not self._process.is_dead():
-                    require_same_list(self._list, self._buckets, self._share)
+                    require_same_list(self._list, self._buckets, self._shard)
 
     def _handle(self, number: int) -> tuple[str, sglang_process.Handle]:
         bucket, buffer = self._buckets[number], number % len(self._buffers)
         stays_open = self.device.type == self._mesh.device_type
-        description = sglang_loader.described(
-            bucket, buffer=buffer, stays_open=stays_open, question=self._digest_requests.path(number)
+        description = sglang_loader.describe_bucket(
+            bucket, buffer=buffer, stays_open=stays_open, request=self._digest_requests.path(number)
         )
         return description, sglang_process.Handle(self._buffers[buffer][: bucket.num_bytes])
 
@@ -353,13 +353,13 @@ class SGLangEngine(RolloutEngine):
 
     def wait(self) -> None:
         if self._process is not None and self._loading is not None:
-            with _death_reported_later():
+            with _defer_engine_death():
                 self._process.result(self._loading)
             self._loading = None
 
     def end_update(self) -> None:
         if self._process is not None:
-            with _death_reported_later():
+            with _defer_engine_death():
                 self._process.ask("end_weight_update", "EndWeightUpdateReqInput")
         super().end_update()
         self._salts.forget(self.version)
@@ -370,7 +370,7 @@ class SGLangEngine(RolloutEngine):
 
     def load_adapters(self, adapters: AdapterVersion) -> list[str]:
         differing: list[str] = []
-        with _death_reported_later():
+        with _defer_engine_death():
             if self._process is not None:
                 differing = self._adapters.load(self._process, adapters)
         self.version = adapters.version
@@ -378,7 +378,7 @@ class SGLangEngine(RolloutEngine):
 
     def digests_of(self, bucket: Bucket, flat: Tensor) -> dict[str, str]:
         """Ask this rank's process for its digests too; it answers when it has loaded the bucket."""
-        expected = digests(sharded_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._share))
+        expected = digests(sharded_parts({entry.name: entry.view(flat) for entry in bucket.flat_entries}, self._shard))
         number = self._buckets.index(bucket)
         self._asked |= expected.keys()
         is_last = number == len(self._buckets) - 1
@@ -420,7 +420,7 @@ class SGLangEngine(RolloutEngine):
         self._folder.cleanup()
 
 
-def _death_reported_later() -> AbstractContextManager[None]:
+def _defer_engine_death() -> AbstractContextManager[None]:
     """Ignore the engine's death in calls of one rank between collectives of all: `require_alive` reports it."""
     return contextlib.suppress(EngineDied)
 

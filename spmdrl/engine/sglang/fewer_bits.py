@@ -86,12 +86,12 @@ def _divided_sizes(model_config: Any, tp_size: int) -> Iterator[tuple[str, int]]
             yield f"{name}{over}", size // tp_size
 
 
-def require_same_list(file: Path, buckets: Iterable[Bucket], share: TpShard) -> None:
+def require_same_list(file: Path, buckets: Iterable[Bucket], shard: TpShard) -> None:
     """Raise UserError where the engine has another list of weights in e4m3 than these buckets, by its own names."""
     sent: set[str] = set()
     for bucket in buckets:
         on_meta = {x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in bucket.flat_entries}
-        sent |= {name for name in sharded_parts(on_meta, share) if name.endswith(SCALES)}
+        sent |= {name for name in sharded_parts(on_meta, shard) if name.endswith(SCALES)}
     engines = set(json.loads(file.read_text()))
     for names, mine, theirs in ((engines - sent, "as they are", "in e4m3"), (sent - engines, "in e4m3", "as they are")):
         if names:

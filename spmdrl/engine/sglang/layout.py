@@ -140,30 +140,30 @@ def _delta_net_rows(model_config: Any) -> Iterator[int]:
         yield from (keys, keys, model_config.linear_num_value_heads * model_config.linear_value_head_dim)
 
 
-def sharded_weights(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
+def sharded_weights(tensors: Mapping[str, Tensor], shard: TpShard) -> dict[str, Tensor]:
     """Compute the weights that this device holds after loading these whole tensors of a checkpoint, by SGLang's names.
 
     Tensors that are fused with each other must come together, in the order in which they are fused. Experts [rows,
     columns] become one weight [experts, rows, columns].
     """
     sharded = {}
-    for name, by_expert in _fused(tensors, share).items():
+    for name, by_expert in _fused(tensors, shard).items():
         wholes = [pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)) for _, pieces in sorted(by_expert.items())]
         sharded[name] = wholes[0] if _NO_EXPERT in by_expert else torch.stack(wholes)
     return sharded
 
 
-def sharded_parts(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, list[Tensor]]:
+def sharded_parts(tensors: Mapping[str, Tensor], shard: TpShard) -> dict[str, list[Tensor]]:
     """Return each of the `sharded_weights` as the parts whose elements lie end to end in it; most are not copied."""
     return {
         name: [part for expert in sorted(by_expert) for part in by_expert[expert]]
-        for name, by_expert in _fused(tensors, share).items()
+        for name, by_expert in _fused(tensors, shard).items()
     }
 
 
-def padded_adapters(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, Tensor]:
+def padded_adapters(tensors: Mapping[str, Tensor], shard: TpShard) -> dict[str, Tensor]:
     """Pad adapters, by PEFT's names, where the weights that they change are padded. Every device gets all of them."""
-    return {name: _padded_adapter(name, tensor, share.inner_multiple) for name, tensor in tensors.items()}
+    return {name: _padded_adapter(name, tensor, shard.inner_multiple) for name, tensor in tensors.items()}
 
 
 def _padded_adapter(name: str, tensor: Tensor, multiple: int) -> Tensor:
@@ -173,68 +173,68 @@ def _padded_adapter(name: str, tensor: Tensor, multiple: int) -> Tensor:
     return _padded(tensor, 0 if side == "lora_B" else 1, multiple)
 
 
-def _fused(tensors: Mapping[str, Tensor], share: TpShard) -> dict[str, dict[int, list[Tensor]]]:
+def _fused(tensors: Mapping[str, Tensor], shard: TpShard) -> dict[str, dict[int, list[Tensor]]]:
     """Return this device's parts of what is fused into each weight, by expert."""
     fused: dict[str, dict[int, list[Tensor]]] = {}
-    for name, tensor in itertools.chain.from_iterable(_unfused(*item, share) for item in tensors.items()):
-        if share.has_mamba and name.endswith(f".{_ALWAYS_WIDE}"):
+    for name, tensor in itertools.chain.from_iterable(_unfused(*item, shard) for item in tensors.items()):
+        if shard.has_mamba and name.endswith(f".{_ALWAYS_WIDE}"):
             name, tensor = f"{name.removesuffix(_ALWAYS_WIDE)}A", -tensor.float().exp()
         if expert := _EXPERT.match(name):
             number, module, kind = int(expert[2]), _EXPERT_MODULES.get(expert[3], expert[3]), expert[4]
             engine_name = f"{expert[1]}.{'w2' if module == 'down_proj' else 'w13'}_{kind}"
         else:
             *prefix, module, kind = name.split(".") if "." in name else ("", name)
-            number, engine_name = _NO_EXPERT, ".".join([*prefix, share.fused.get(module, module), kind])
-        if share.delta_net_norm is not None and ".linear_attn.norm." in name:
-            tensor = tensor.to(share.delta_net_norm)
+            number, engine_name = _NO_EXPERT, ".".join([*prefix, shard.fused.get(module, module), kind])
+        if shard.delta_net_norm is not None and ".linear_attn.norm." in name:
+            tensor = tensor.to(shard.delta_net_norm)
         for before, after in _RENAMED.items():
             engine_name = engine_name.replace(before, after)
-        if share.has_bare_attention:
+        if shard.has_bare_attention:
             engine_name = engine_name.replace(".self_attn.", ".")
         module = next((named for pattern, named in _TOWER.items() if pattern.search(name)), module)
-        cut = [_cut(module, kind, part, share) for part in _parts(module, tensor, share)]
+        cut = [_cut(module, kind, part, shard) for part in _parts(module, tensor, shard)]
         fused.setdefault(engine_name, {}).setdefault(number, []).extend(cut)
     return fused
 
 
-def _unfused(name: str, tensor: Tensor, share: TpShard) -> Iterator[tuple[str, Tensor]]:
+def _unfused(name: str, tensor: Tensor, shard: TpShard) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of what a checkpoint has fused, by the names that they have in others."""
     *prefix, module, kind = name.split(".") if "." in name else ("", name)
     if module not in _PARTS:
         yield name, tensor
-        if module == "embed_tokens" and share.copies_embedding:
+        if module == "embed_tokens" and shard.copies_embedding:
             yield "lm_head.weight", tensor
         return
-    rows = [size // BLOCK if kind == _SCALES else size for size in share.attention_rows]
+    rows = [size // BLOCK if kind == _SCALES else size for size in shard.attention_rows]
     parts = tensor.split(rows) if module == "qkv_proj" else tensor.chunk(2)
     for part_name, part in zip(_PARTS[module], parts, strict=True):
         yield ".".join([*prefix, part_name, kind]), part
 
 
-def _parts(module: str, tensor: Tensor, share: TpShard) -> Sequence[Tensor]:
+def _parts(module: str, tensor: Tensor, shard: TpShard) -> Sequence[Tensor]:
     """Return the parts of a weight that are cut one by one."""
-    if module not in _CUT_BY_PARTS or (module != "qkv" and not share.delta_net_rows):
+    if module not in _CUT_BY_PARTS or (module != "qkv" and not shard.delta_net_rows):
         return (tensor,)
-    return tensor.chunk(3) if module == "qkv" else tensor.split(share.delta_net_rows)
+    return tensor.chunk(3) if module == "qkv" else tensor.split(shard.delta_net_rows)
 
 
-def _cut(module: str, kind: str, tensor: Tensor, share: TpShard) -> Tensor:
-    if (share.widens and (module == "embed_tokens" or module.endswith("norm"))) or kind == _ALWAYS_WIDE:
+def _cut(module: str, kind: str, tensor: Tensor, shard: TpShard) -> Tensor:
+    if (shard.widens and (module == "embed_tokens" or module.endswith("norm"))) or kind == _ALWAYS_WIDE:
         tensor = tensor.float()
-    if module == "embed_tokens" and not share.cuts_embedding:
+    if module == "embed_tokens" and not shard.cuts_embedding:
         return tensor
     if module in _VOCABULARY:
-        return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(share.size)[share.rank]
+        return _padded(tensor, 0, _VOCABULARY_MULTIPLE).chunk(shard.size)[shard.rank]
     if module in _CUT_BY_KEY_HEADS:
-        pieces = min(share.size, share.num_key_value_heads)  # with more devices than heads, several have the same head
-        return tensor.chunk(pieces)[share.rank * pieces // share.size]
+        pieces = min(shard.size, shard.num_key_value_heads)  # with more devices than heads, several have the same head
+        return tensor.chunk(pieces)[shard.rank * pieces // shard.size]
     by_rows = module in _CUT_BY_ROWS or module in _CUT_BY_PARTS or kind in _OF_HEADS
     dim = 0 if by_rows else 1 if module in _CUT_BY_COLUMNS and kind in _MATRICES else None
     if dim is None:
         return tensor
     # Nothing is padded in few bits: blocks divide what a device has.
-    multiple = share.inner_multiple if module in _INNER and kind != _SCALES else share.size
-    return _padded(tensor, dim, multiple).chunk(share.size, dim)[share.rank]
+    multiple = shard.inner_multiple if module in _INNER and kind != _SCALES else shard.size
+    return _padded(tensor, dim, multiple).chunk(shard.size, dim)[shard.rank]
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:

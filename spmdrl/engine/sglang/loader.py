@@ -30,15 +30,15 @@ from spmdrl.model.fp8 import SCALES
 from spmdrl.refit.bucket import Bucket, Entry
 from spmdrl.refit.digest import digests
 
-# The copies by which a model's own loader takes in a bucket, noted once and repeated at every refit.
+# The copies by which a model's own loader takes in a bucket, recorded once and repeated at every refit.
 #
 # A loader spends its time in Python: it looks up names, cuts and narrows, and then copies one tensor. What it copies
-# where is the same at each refit. So the first time it is watched: every copy from the bucket into the model's memory
-# is noted, and from then on they are all done by one call.
+# where is the same at each refit. So at the first one every copy from the bucket into the model's memory is recorded,
+# and from then on they are all done by one call.
 #
 # Weights of which anything else is done (computed from, skipped, loaded by another thread) keep to the loader, by
 # name. If the loader reads the model's own memory, or writes to it what does not come from the bucket, all weights
-# do. The exception is what norms keep beside their weight, one more than it: such sums are noted too.
+# do. The exception is what norms keep beside their weight, one more than it: such sums are recorded too.
 
 
 _COPY = torch.ops.aten.copy_.default
@@ -109,24 +109,24 @@ class CopyPlan:
             self._groups.setdefault((target.dtype, source.dtype, is_dense), []).append((target, source))
 
     @classmethod
-    def noted(cls, model: Any, entries: Sequence[Entry], flat: Tensor) -> CopyPlan:
-        """Let the model's loader load a bucket in memory `flat` [num_bytes] uint8, and note what it does."""
+    def record(cls, model: Any, entries: Sequence[Entry], flat: Tensor) -> CopyPlan:
+        """Let the model's loader load a bucket in memory `flat` [num_bytes] uint8, and record what it does."""
         tensors = list(_tensors_of(model))
-        watch = _Watch(flat, [one.tensors[one.name] for one in tensors])
-        with watch:
+        recorder = _CopyRecorder(flat, [one.tensors[one.name] for one in tensors])
+        with recorder:
             model.load_weights([(entry.name, entry.view(flat)) for entry in entries])
-        targets = [target for target, _ in (*watch.fills, *watch.copies)] + watch.derived
-        if not watch.can_be_repeated or not _are_disjoint(map(_memory_of, targets)):
+        targets = [target for target, _ in (*recorder.fills, *recorder.copies)] + recorder.derived
+        if not recorder.can_be_repeated or not _are_disjoint(map(_memory_of, targets)):
             return cls([], [], [], entries, [])
-        places = [source.place for _, source in watch.copies]
-        loaded = [entry for entry in entries if _meet(_place(entry), watch.used) or not _meet(_place(entry), places)]
+        places = [source.place for _, source in recorder.copies]
+        loaded = [entry for entry in entries if _meet(_place(entry), recorder.used) or not _meet(_place(entry), places)]
         left_places = [_place(entry) for entry in loaded]
-        copies = [(target, source) for target, source in watch.copies if not _meet(source.place, left_places)]
+        copies = [(target, source) for target, source in recorder.copies if not _meet(source.place, left_places)]
         written = {target.untyped_storage().data_ptr() for target in targets}
         return cls(
-            watch.fills,
+            recorder.fills,
             copies,
-            watch.derivations,
+            recorder.derivations,
             loaded,
             [one for one in tensors if one.tensors[one.name].untyped_storage().data_ptr() in written],
         )
@@ -148,8 +148,8 @@ class CopyPlan:
             model.load_weights([(entry.name, entry.view(flat)) for entry in self.loaded])
 
 
-class _Watch(TorchDispatchMode):
-    """Notes what is done with a bucket's memory and the model's, and does it."""
+class _CopyRecorder(TorchDispatchMode):
+    """Records what is done with a bucket's memory and the model's, and does it."""
 
     def __init__(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -261,9 +261,9 @@ _copies: dict[tuple[int, str], CopyPlan] = {}  # by model and description
 
 
 class DigestRequests:
-    """A rank's questions to its process of the engine: which digests certain weights have after each bucket.
+    """A rank's requests to its process of the engine: which digests certain weights have after each bucket.
 
-    A question is a file with the weights' names, which is there when the bucket is loaded; the answer is a file beside
+    A request is a file with the weights' names, which is there when the bucket is loaded; the answer is a file beside
     it. What is hashed is the engine's own memory.
     """
 
@@ -271,7 +271,7 @@ class DigestRequests:
         self._folder = folder
 
     def path(self, number: int) -> str:
-        """Name the file of the question about bucket `number`."""
+        """Name the file of the request about bucket `number`."""
         return str(self._folder / f"{number}.names")
 
     def ask(self, number: int, names: Iterable[str]) -> None:
@@ -290,14 +290,14 @@ class DigestRequests:
         return found
 
 
-def described(bucket: Bucket, *, buffer: int, stays_open: bool, question: str | None = None) -> str:
+def describe_bucket(bucket: Bucket, *, buffer: int, stays_open: bool, request: str | None = None) -> str:
     """Describe a bucket in buffer number `buffer` for `load_bucket`. Only memory on the engine's kind of device can
-    stay open: SGLang copies other memory to its device before it gets here. `question` is one of `DigestRequests`."""
+    stay open: SGLang copies other memory to its device before it gets here. `request` is one of `DigestRequests`."""
     entries = [
         (entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start)
         for entry in bucket.flat_entries
     ]
-    return json.dumps({"buffer": buffer, "stays_open": stays_open, "question": question, "entries": entries})
+    return json.dumps({"buffer": buffer, "stays_open": stays_open, "request": request, "entries": entries})
 
 
 def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -314,9 +314,9 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
             Entry(name, torch.Size(shape), getattr(torch, dtype), start)
             for name, shape, dtype, start in about["entries"]
         ]
-        _copies[key] = CopyPlan.noted(model, entries, flat)
-    if about["question"] is not None:
-        _answer(model, Path(about["question"]))
+        _copies[key] = CopyPlan.record(model, entries, flat)
+    if about["request"] is not None:
+        _answer(model, Path(about["request"]))
     if flat.is_cuda:
         torch.cuda.current_stream().synchronize()
 
@@ -331,17 +331,17 @@ def note_scales(model: nn.Module, file: Path) -> None:
     unfinished.replace(file)
 
 
-def _answer(model: Any, question: Path) -> None:
+def _answer(model: Any, request: Path) -> None:
     """Write the digests of the weights that are asked for, if any are."""
     try:
-        names = json.loads(question.read_bytes())
+        names = json.loads(request.read_bytes())
     except FileNotFoundError:
         return
     weights = dict(model.named_parameters()) | _persistent_buffers(model)
     weights = {name: tensor for name, tensor in weights.items() if not _is_unit_scale(name, tensor)}
     asked = digests({name: [weights[name]] for name in names if name in weights})
     answer = dict.fromkeys(weights, "") | asked
-    question.with_suffix(".digests").write_text(json.dumps(answer), encoding="utf-8")
+    request.with_suffix(".digests").write_text(json.dumps(answer), encoding="utf-8")
 
 
 def _is_unit_scale(name: str, tensor: Tensor) -> bool:
