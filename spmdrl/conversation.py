@@ -100,9 +100,9 @@ class Observation:
     # themselves; on their way to the rank places are left of them.
     images: tuple[Annotated[bytes, _InBase64()], ...] = ()
     role: str | None = None  # in which the policy acts next, where it plays several
-    role_rewards: Mapping[str, float] = field(default_factory=dict)  # of roles that have acted, beside `reward`
+    role_rewards: Mapping[str, float] = field(default_factory=dict)  # of roles that have acted, besides `reward`
     # What follows is for agents, which say with each call what the conversation is.
-    branch: tuple[int, int] | None = None  # the messages follow this trajectory's first so many turns; None: the last
+    branch: tuple[int, int] | None = None  # the messages follow this many first turns of the trajectory; None: the last
     tools: tuple[dict[str, Any], ...] | None = None  # schemas of what can be called from now on; None: as for everyone
     max_tokens: int | None = None  # of the next response
 

@@ -182,7 +182,7 @@ def open_run(
     layouts: Mapping[str, ParallelConfig] = MappingProxyType({}),
 ) -> Iterator[Run[SettingsT]]:
     """Join the other ranks and build the meshes; every rank enters and leaves together. `layouts` are those of the
-    models beside the policy that the run loads, where they have their own."""
+    models besides the policy that the run loads, where they have their own."""
     with spmd_session(
         threads_per_rank=cfg.run.threads_per_rank,
         deterministic=cfg.run.deterministic,

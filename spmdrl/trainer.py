@@ -271,7 +271,7 @@ class Loop:
         return scalars(merge_over(meshes.training, merge_all([metrics])))
 
     def save(self) -> None:
-        """Save a checkpoint after this step, beside those of `checkpoint.every`."""
+        """Save a checkpoint after this step, besides those of `checkpoint.every`."""
         self._now.wants_save = True
 
     def _end(self) -> None:

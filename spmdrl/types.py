@@ -59,7 +59,7 @@ class ImageSpan:
 
     @property
     def name(self) -> str:
-        """The text that stands for it where an episode is shown."""
+        """The text that replaces it where an episode is shown."""
         return f"<image {self.digest[:8]}>"
 
     @property
@@ -99,7 +99,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     seed: int  # 63 bits, see `algo.seeds.rollout_seed`
     max_response_tokens: int  # with those in response_ids
-    response_ids: tuple[int, ...] = ()  # sampled before, by a request that was aborted; the engine goes on after them
+    response_ids: tuple[int, ...] = ()  # sampled before, by a request that was aborted; the engine continues after them
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int | None = None  # then the response reports its candidates
@@ -285,7 +285,7 @@ class Rollout:
     seed: int
     trajectories: tuple[Trajectory, ...]
     end: EpisodeEnd
-    greeting: Observation | None = None  # what the environment said first
+    greeting: Observation | None = None  # the environment's first observation
     failure: str | None = None  # why the environment failed, where `end` says that it did
     is_masked: bool = False  # not trained on: see `environment.masked_ends`
     is_baseline: bool = False  # sampled greedily, for comparison with the others of its group; not trained on
@@ -317,7 +317,7 @@ class Rollout:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """All that the environment said, in order."""
+        """All observations of the environment, in order."""
         said = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in said if observation is not None)
 
@@ -409,7 +409,7 @@ class Sequence:
     @property
     def observation_spans(self) -> list[tuple[int, int]]:
         """Where the tokens of text are, start to end, that followed one turn and came before the next: what the
-        environment said. None where nothing is trained."""
+        environment returned. None where nothing is trained."""
         if not any(self.loss_mask):
             return []
         between = [(before.end, after.start) for before, after in itertools.pairwise(self.turns)]

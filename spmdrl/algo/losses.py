@@ -179,7 +179,7 @@ def chosen_tokens(priorities: Tensor, threshold: float) -> Tensor:
 #
 # All take logprobs, old_logprobs, advantages and loss_mask, each [T], of which only logprobs carries grad; without
 # old_logprobs the policy is the one that sampled, and every ratio is exactly 1. Those of DPPO take rollout_logprobs in
-# their place, what the engine said. Values outside loss_mask have no effect.
+# their place, the engine's values. Values outside loss_mask have no effect.
 
 
 def ppo(

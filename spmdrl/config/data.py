@@ -333,7 +333,7 @@ class ResponsesConfig(AnswersConfig):
     """(prompt, response) pairs behind one optimizer step, over all ranks."""
     turns: Literal["last", "all"] = "last"
     """The assistant's messages that are imitated in a prompt that is a conversation and ends with one, where the source
-    has no `response_column`: the last, or all. What is said between them is read and not trained."""
+    has no `response_column`: the last, or all. What stands between them is read and not trained."""
     loss_coef: NonNegative = 1.0
     """Weight of the cross entropy of the responses; 0 learns from `[distill]` alone."""
 

@@ -1,4 +1,4 @@
-"""Tables about the models beside the policy, and about learning from them."""
+"""Tables about the models besides the policy, and about learning from them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
 REFERENCE = "reference"
 
 
-FEEDBACK = "feedback"  # the hint_column of what an environment said of the attempt
+FEEDBACK = "feedback"  # the hint_column of what an environment returned of the attempt
 
 
 def _with_hint(template: str) -> str:
@@ -71,8 +71,8 @@ class TeacherConfig(Section):
     divergence: Divergence | None = None
     """Divergence from its distributions. Unset: the `divergence` of `[distill]`."""
     hint_column: str | None = None
-    """Column of the data whose text it sees beside the prompt: a hint or a demonstration; `answer` is the reference
-    answer. With an [environment] only `feedback`: what that said last in the episode, after the last response. Unset:
+    """Column of the data whose text it sees besides the prompt: a hint or a demonstration; `answer` is the reference
+    answer. With an [environment] only `feedback`: what that showed last in the episode, after the last response. Unset:
     it sees what the policy sees."""
 
 
@@ -137,7 +137,7 @@ class DistillConfig(Section):
 
     @property
     def reads_feedback(self) -> bool:
-        """True when a teacher sees what an environment said of the attempt."""
+        """True when a teacher sees what an environment returned of the attempt."""
         return any(one.hint_column == FEEDBACK for one in self.by_place)
 
     def teacher_of(self, task: str) -> int:
@@ -149,7 +149,7 @@ class DistillConfig(Section):
 def frozen_models(
     models: Models, distill: DistillConfig | None, *, reference: OtherModelConfig | None
 ) -> dict[str, OtherModelConfig]:
-    """The models beside the policy that a run uses, by name: teachers, and the reference of a run that has one."""
+    """The models besides the policy that a run uses, by name: teachers, and the reference of a run that has one."""
     used = dict.fromkeys(one.model for one in distill.by_place) if distill else {}
     found = {name: models[name] for name in used if name in models}  # a rule names those that are missing
     return found if reference is None else found | {REFERENCE: models.get(REFERENCE, reference)}

@@ -31,7 +31,7 @@ class EngineFacts:
     exact_in_float32: bool = False  # with these kernels the residual stream is float32
 
 
-# Each name stands for a class, by its full name. What is not here of a user's engine is in its `facts`.
+# Each name is that of a class, by its full name. What is not here of a user's engine is in its `facts`.
 ENGINES: Mapping[str, tuple[str, EngineFacts]] = {
     "torch": (
         "spmdrl.engine.torch.engine:TorchEngine",

@@ -88,7 +88,7 @@ def cp_style_needs_cp(parallel: ParallelConfig) -> Iterator[str]:
         yield f'cp_style = "{parallel.cp_style}" has no meaning with cp = 1; set cp above 1, or remove it'
 
 
-# What is common to the tables of models beside the policy that are never trained.
+# What is common to the tables of models besides the policy that are never trained.
 
 
 class FrozenParallelConfig(Section):

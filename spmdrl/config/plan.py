@@ -86,7 +86,7 @@ class Plan:
         return self.export_every > 0 and step % self.export_every == 0
 
     def evaluates_after(self, step: int) -> bool:
-        """True when an evaluation follows this step; step 0 stands for before the first."""
+        """True when an evaluation follows this step; step 0 means before the first."""
         if not self.eval_prompts:
             return False
         return step in (0, self.num_steps) or (self.eval_every > 0 and step % self.eval_every == 0)
@@ -254,14 +254,14 @@ def parallel_problems(parallel: ParallelConfig, num_training: int) -> Iterator[s
 
 
 def layouts(cfg: Config | TuningConfig) -> dict[str, ParallelConfig]:
-    """The layouts of the models beside the policy that have another than it, by their tables."""
+    """The layouts of the models besides the policy that have another than it, by their tables."""
     found = {table: one.layout(cfg.parallel) for table, one in cfg.beside.items()}
     return {table: layout for table, layout in found.items() if layout != cfg.parallel}
 
 
 def layout_problems(cfg: Config | TuningConfig, num_training: int) -> Iterator[str]:
-    """Yield a sentence for each setting of the policy's layout, and of those of models beside it, that does not fit the
-    number of ranks that train."""
+    """Yield a sentence for each setting of the policy's layout, and of those of models besides it, that does not fit
+    the number of ranks that train."""
     if problems := list(parallel_problems(cfg.parallel, num_training)):
         yield from problems
         return

@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     """Projections of the engine's attention and MLPs in e4m3, with a float32 scale for each block of 128 x 128 and
     products in fp8; a refit moves half the bytes. Embeddings, the head, norms, routers, biases and towers stay in
     `model.compute_dtype`, and so does all of the trainer. The `torch` engine samples with the numbers that the e4m3
-    weights stand for, and saves no memory. Needs a `[correction]`. See `docs/fp8.md`."""
+    weights encode, and saves no memory. Needs a `[correction]`. See `docs/fp8.md`."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Keys and values in an SGLang engine's cache: `auto` is `model.compute_dtype`, the others take half the memory.
     Needs a `[correction]`. See `docs/fp8.md`."""
@@ -81,9 +81,9 @@ class RolloutConfig(Section):
     something, it trains on those and prints a line."""
     oversample_fraction: Fraction = 0.0
     """Open up to this fraction more prompt groups than a step needs. The step ends when it has enough, without waiting
-    for the slowest; unfinished groups are thrown away, or go on in the next step: see `partial`."""
+    for the slowest; unfinished groups are thrown away, or continue in the next step: see `partial`."""
     partial: bool = False
-    """Unfinished rollouts go on in the next step from the tokens they have. Without `oversample_fraction`, engines have
+    """Unfinished rollouts continue in the next step from their tokens. Without `oversample_fraction`, engines have
     up to `(max_staleness + 1) * prompts_per_step` prompt groups open, and steps train on the oldest of them, in the
     order of the prompts: nothing that was sampled is thrown away. With it, steps train on those that are finished
     first. See `docs/collecting.md`."""
@@ -93,14 +93,14 @@ class RolloutConfig(Section):
     `partial`, a group whose tokens would be older is sampled again from its prompt."""
 
     cache_after_refit: Literal["recompute", "keep"] = "recompute"
-    """`partial` only: keys, values and states of rollouts that go on. `recompute` reads their tokens again with the new
+    """`partial` only: keys, values and states of rollouts that continue. `recompute` reads their tokens again with new
     weights. `keep` continues from those of the weights that sampled them, which takes no time and adds to
     `mismatch/...`; they serve no request of newer weights but the rest of their own responses, and none once they are
     more than `max_staleness` versions old."""
 
     refit_in_flight: bool = False
     """`disaggregated` and `partial` only, without `oversample_fraction`: engines pause at a token when new weights are
-    there, load them, and go on with the rollouts they have. Otherwise they first finish the step they sample."""
+    there, load them, and continue with the rollouts they have. Otherwise they first finish the step they sample."""
     refit_after_tokens: Count | None = None
     """`refit_in_flight` with `run.deterministic` only: tokens of each row that engines sample in a step before they
     pause for the weights, and then wait for them; rounded up to a multiple of 16. Set it to what an engine samples
@@ -108,7 +108,7 @@ class RolloutConfig(Section):
 
     @property
     def max_cache_age(self) -> int:
-        """The age, in versions, of keys and values from which a rollout may go on; 0: they are read again."""
+        """The age, in versions, of keys and values from which a rollout may continue; 0: they are read again."""
         return self.max_staleness if self.cache_after_refit == "keep" else 0
 
     @property
@@ -118,7 +118,7 @@ class RolloutConfig(Section):
 
     @property
     def oldest_first(self) -> bool:
-        """True when rollouts go on across training, and steps train on prompt groups in the order of the prompts."""
+        """True when rollouts continue across training, and steps train on prompt groups in the order of the prompts."""
         return self.partial and not self.oversample_fraction
 
     @property

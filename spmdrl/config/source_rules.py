@@ -199,7 +199,7 @@ def held_out_rows_have_no_order(held_out: HeldOutPromptsConfig) -> Iterator[str]
             yield f"sources.{place}.order_column has no meaning for held-out prompts, which are drawn; remove it"
 
 
-# Rules about the models beside the policy, and about learning from them.
+# Rules about the models besides the policy, and about learning from them.
 
 
 @rule(Config, SftConfig)

@@ -109,7 +109,7 @@ def parse_json(content: bytes) -> Any:
 def parse_own_json(content: bytes | str) -> Any:
     """Parse one JSON value that a run wrote. Raises Malformed.
 
-    It may be deeper than what it was made from, and hold half a character that a response or an environment said.
+    It may be deeper than what it was made from, and hold half a character that a response or an environment returned.
     """
     return _parsed(content, 2 * MAX_DEPTH)
 

@@ -206,7 +206,7 @@ class Config(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Whole steps that engines may sample ahead. Groups that go on in the next step are one step staler then."""
+        """Whole steps that engines may sample ahead. Groups that continue in the next step are one step staler then."""
         rollout = self.rollout
         if rollout.placement == "colocated":
             return 0

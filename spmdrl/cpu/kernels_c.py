@@ -42,7 +42,7 @@ _FLAGS = (
 )
 _C_TYPES: Mapping[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _LIMIT_S = 60.0
-_DIGEST = hashlib.sha256  # of a library, behind its last byte, where no loader looks
+_DIGEST = hashlib.sha256  # of a library, behind its last byte, which no loader reads
 _DIGEST_BYTES = 32
 # Numbers that a thread reads or multiplies while it would wake another: fewer are not worth it, and on a busy machine
 # the other one may come late.

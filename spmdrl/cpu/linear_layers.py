@@ -115,7 +115,7 @@ def weight_gradient(grad: Tensor, x: Tensor, kernel: ProductKernel) -> Tensor:
     """grad^T x by a kernel: grad [N, V], x [N, D] give [V, D]."""
     if kernel == "mkl":
         return grad.t() @ x
-    whole = len(x) - len(x) % row_step(len(x))  # what is left goes to MKL
+    whole = len(x) - len(x) % row_step(len(x))  # MKL computes the rest
     shaped = grad.new_empty(grad.shape[1], x.shape[1])  # only its shape is read
     parts = (part[:whole].contiguous().to_mkldnn() for part in (grad, x))
     total: Tensor = torch.ops.aten.mkldnn_linear_backward_weights(*parts, shaped, False)[0]

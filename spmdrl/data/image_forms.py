@@ -41,7 +41,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: dict[str, Any]) -> Any:
-    """Return what stands for the image of a part; None where the part says nothing."""
+    """Return the reference to the image of a part; None where the part says nothing."""
     source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     if isinstance(source, dict) and isinstance(source.get("url"), str):  # as OpenAI writes it
         return source["url"]

@@ -135,7 +135,7 @@ class ImageStore:
                         status = entry.stat()
                         found.append((status.st_mtime_ns, status.st_size, entry.name))
             excess = sum(size for _, size, _ in found) - self.max_bytes
-            # Files are not added up for each new one: each of so many processes may first fill its part of the room.
+            # Files are not added up for each new one: each of the processes may first fill its part of the room.
             self._unmeasured_bytes = max(0, -excess) // _SHARES
             for _, size, name in sorted(found):
                 if excess > 0 and name != but and not name.startswith("."):

@@ -25,7 +25,7 @@ from spmdrl.types import UserError
 
 # Files of snapshots in a hub's cache, which are links to the blobs of the same repository.
 #
-# The cache has `datasets--ORGANISATION--NAME/snapshots/COMMIT` with these links, and `blobs` beside `snapshots`.
+# The cache has `datasets--ORGANISATION--NAME/snapshots/COMMIT` with these links, and `blobs` next to `snapshots`.
 
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
@@ -86,7 +86,7 @@ class ImageFile:
 
 
 def image_file(value: Any, root: Path) -> ImageFile:
-    """Return the image that a value of the data stands for; paths are relative to `root` and stay inside.
+    """Return the image that a value of the data names; paths are relative to `root` and stay inside.
 
     `image_forms.file_or_path` has the forms. Raises UserError.
     """
@@ -174,7 +174,7 @@ def _errors_explained(name: str) -> Iterator[None]:
 
 
 def _orientation(opened: PIL.Image.Image) -> int:
-    """Return which way up an image is, as said before its pixels: 1 to 8, and 1 where nothing is."""
+    """Return which way up an image is, as its header says: 1 to 8, and 1 where nothing is."""
     exif = PIL.Image.Exif()
     try:
         exif.load(opened.info.get("exif") or b"")

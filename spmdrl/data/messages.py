@@ -14,7 +14,7 @@ from spmdrl.types import UserError
 # Contents of messages that are text and images, in parts: how data writes them, and how prompts have them.
 #
 # Here a message's content is a string, or, where it has images, a list of `{"type": "text", "text": ...}` and
-# `{"type": "image"}`; the images themselves stand beside the prompt, in order.
+# `{"type": "image"}`; the images themselves stand next to the prompt, in order.
 
 
 class PartReader:
@@ -165,7 +165,7 @@ def _require_said(prompt: str | list[dict[str, Any]] | None, start: Sequence[Mes
 
 
 def _answered(messages: Sequence[Message]) -> tuple[Answered, ...]:
-    """Divide messages, the first an assistant's, into answers with what was said before each."""
+    """Divide messages, the first an assistant's, into answers with the messages before each."""
     parts: list[Answered] = []
     said: list[Message] = []
     for message in messages:

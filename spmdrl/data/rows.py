@@ -24,7 +24,7 @@ MAX_ROW_BYTES = 64 * 2**20  # of a line of jsonl
 _BATCH_ROWS = 256
 _CACHED_BYTES = 256 * 2**20  # of the cached rows of a parquet file, as Arrow counts them
 _BUFFER_BYTES = 2**20  # for each column of a parquet file that is being read
-_ROWS_AHEAD = 16_384  # at most, that one pass over a row group looks for
+_ROWS_AHEAD = 16_384  # at most, that one pass over a row group searches for
 
 
 class Rows(Protocol):

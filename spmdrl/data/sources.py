@@ -46,7 +46,7 @@ class Row:
     question: str  # the question alone, to recognize rows that ask the same
     answer: str | None
     response: str | None  # to imitate
-    later: tuple[Exchange, ...] = ()  # of a conversation that goes on after the response
+    later: tuple[Exchange, ...] = ()  # of a conversation that continues after the response
     rejected: tuple[Exchange, ...] = ()  # what follows the prompt instead, and is worse; none without a comparison
     margin: float = 0.0  # by how much, in units of a score
     metadata: dict[str, Any]  # the other columns, or the entry that the verifier of a reasoning-gym item needs

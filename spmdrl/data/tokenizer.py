@@ -66,7 +66,7 @@ def unescaped(text: str, marks: Iterable[str]) -> str:
 class PlainText:
     """Encodes rendered conversations in which marks keep the texts of control tokens apart.
 
-    Control tokens are the tokenizer's added tokens, without those of white space or of one character, which stand for
+    Control tokens are the tokenizer's added tokens, without those of white space or of one character, which represent
     ordinary text.
     """
 

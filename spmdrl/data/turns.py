@@ -95,7 +95,7 @@ def action_of(
     return Action(text=text, tool_calls=action.tool_calls, malformed=action.malformed)
 
 
-_MAX_OTHERS = 64  # sets of tools beside the environment's own
+_MAX_OTHERS = 64  # sets of tools besides the environment's own
 _QUESTION: Message = {"role": "user", "content": "question"}
 _ANSWER: Message = {"role": "assistant", "content": "answer"}
 _OTHER_TEMPLATE = "put another chat_template.jinja into model.path"
@@ -112,7 +112,7 @@ class _Tail:
 
 
 class TurnEncoder:
-    """Encodes what is said to the policy, for one tokenizer and one set of tools.
+    """Encodes the messages to the policy, for one tokenizer and one set of tools.
 
     Without a chat template messages are joined as their contents.
     """
@@ -144,7 +144,7 @@ class TurnEncoder:
         """Return an encoder for other tools, which an agent may bring along."""
         name = json.dumps(list(tools))
         if name not in self._others:
-            if len(self._others) >= _MAX_OTHERS:  # the oldest goes
+            if len(self._others) >= _MAX_OTHERS:  # the oldest is dropped
                 del self._others[next(iter(self._others))]
             self._others[name] = TurnEncoder(
                 self._tokenizer,
@@ -164,8 +164,8 @@ class TurnEncoder:
     def appended(self, messages: Sequence[Message], *, after: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens between a response, whose token ids are `after`, and the next response.
 
-        A stop token at the response's end stands for the one with which the template ends an answer, whichever it is;
-        only where the template begins the next message with it (GLM), another one stands beside it. After a response
+        A stop token at the response's end counts as the one with which the template ends an answer, whichever it is;
+        only where the template begins the next message with it (GLM), another one stands next to it. After a response
         without a stop token, the template's comes first. Raises UserError when the template refuses the messages.
         """
         if not self._has_template:
@@ -274,7 +274,7 @@ class TurnEncoder:
         continues = tail[:at] == alone[:at] and len(tail) > at
         if continues and stop is None and tail[at] in self._stops:
             return _Tail(tail, at, begins_next=True)
-        # The token may be another one where the conversation goes on: gpt-oss has <|return|> and <|end|>.
+        # The token may be another one where the conversation continues: gpt-oss has <|return|> and <|end|>.
         if continues and stop is not None and (tail[at] == alone[at] or tail[at] in self._plain.control_ids):
             return _Tail(tail, at, begins_next=False)
         if stop is not None:

@@ -117,7 +117,7 @@ def _interface_problems(environment: Mapping[str, str], network: Network) -> Ite
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         names = [name for name in environment.get(variable, "").split(",") if name]
         unknown = [name for name in names if not any(_names(variable, name, here) for here in network.interfaces)]
-        # NCCL looks for any of several beginnings of names; "^" lists those that it must not take.
+        # NCCL searches for any of several beginnings of names; "^" lists those that it must not take.
         is_wrong = bool(unknown) if variable == "GLOO_SOCKET_IFNAME" else bool(names) and unknown == names
         if is_wrong and not environment[variable].startswith("^"):
             yield (

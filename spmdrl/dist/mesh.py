@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelMeshes:
-    """The meshes over which the policy is split, or a model beside it.
+    """The meshes over which the policy is split, or a model besides it.
 
     A rank's coordinates in `dense` select its part of the weights that all tokens use. `expert` holds the same ranks in
     another order and splits each layer's experts; it is None when every rank computes all experts.
@@ -52,13 +52,13 @@ class Meshes:
     background: DeviceMesh  # the same, on the host, for the thread that writes checkpoints: threads share no group
     data: DeviceMesh  # one rank of each share of the sequences, among them this one
     model: ModelMeshes
-    others: Mapping[str, ModelMeshes]  # of models beside the policy with a layout of their own, by their tables
+    others: Mapping[str, ModelMeshes]  # of models besides the policy with a layout of their own, by their tables
     engines: DeviceMesh  # ranks that hold engines
     engine: DeviceMesh  # ranks that share this rank's engine; the first of them leads it
     weights: DeviceMesh | None  # disaggregated: the first training rank and the ranks that hold engines; else None
 
     def of(self, table: str) -> ModelMeshes:
-        """The meshes of the model beside the policy that this table is about."""
+        """The meshes of the model besides the policy that this table is about."""
         return self.others.get(table, self.model)
 
     @property
@@ -104,8 +104,8 @@ def build_meshes(
 
     The last `engine_ranks` ranks only hold engines and the others only train; with 0 every rank does both. Neighbouring
     ranks share an engine. Training ranks are laid out as [dp_replicate, dp_shard, cp, tp], the last varying fastest, so
-    that the ranks that exchange the most are neighbours. `layouts` are those of models beside the policy that differ in
-    dp_replicate or ep, by their tables. `plan.plan_problems` checks that the sizes fit.
+    that the ranks that exchange the most are neighbours. `layouts` are those of models besides the policy that differ
+    in dp_replicate or ep, by their tables. `plan.plan_problems` checks that the sizes fit.
     """
     kind = world.device.type
     everyone = init_device_mesh(kind, (world.num_ranks,), mesh_dim_names=("world",))

@@ -48,7 +48,7 @@ def rank_device() -> torch.device:
     """Return this rank's CUDA device, the one with its index among the node's ranks, or the CPU where there is none.
 
     Raises UserError on every rank of a node that sees fewer devices than it has ranks, and where the node has devices
-    that torch cannot use: such a run would otherwise go on on the CPU. Needs no process group.
+    that torch cannot use: such a run would otherwise continue on the CPU. Needs no process group.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", _index_of_device())
@@ -106,7 +106,7 @@ _KEEP_FREED_MEMORY = (
     ("MALLOC_MMAP_THRESHOLD_", -3, 2**31 - 1),
 )
 _ONEDNN_KERNELS = 64  # a step of a small model needs a few dozen
-_MEETING_POLL_S = 0.005  # between two looks of the first rank at who has arrived
+_MEETING_POLL_S = 0.005  # between two polls by the first rank of who has arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EngineDied(RuntimeError):
-    """A process of the engine has ended, or said that it cannot go on."""
+    """A process of the engine has ended, or reported that it cannot continue."""
 
 
 class Clock(Protocol):
@@ -78,7 +78,7 @@ class RolloutEngine(WeightSink):
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
-        """Start what stands for the engines of other ranks on a rank that trains: its `load` sends each bucket."""
+        """Start the proxy of the engines of other ranks on a rank that trains: its `load` sends each bucket."""
         raise NotImplementedError(f"{cls.__name__} cannot run disaggregated")
 
     @abstractmethod

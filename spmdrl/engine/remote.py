@@ -167,7 +167,7 @@ def _joined(rank: int, name: str) -> str:
 
 
 class NoEngine(RolloutEngine):
-    """Stands for the engine of a run that reads its rollouts: every refit succeeds and changes nothing."""
+    """Replaces the engine of a run that reads its rollouts: every refit succeeds and changes nothing."""
 
     leads = False
 

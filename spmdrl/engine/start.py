@@ -36,7 +36,7 @@ def engine_problems(
     `stop_token_ids` end a response; None when they could not be found.
     """
     if list(engine_name_problems(cfg.rollout.engine)):
-        return  # a rule of the configuration has said so
+        return  # a rule of the configuration has reported it
     try:
         engine = engine_class(cfg.rollout.engine)
         if cfg.rollout.engine not in ENGINES:  # the rules of the configuration know the others

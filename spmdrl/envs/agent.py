@@ -268,9 +268,9 @@ def _is_same(one: Answer, other: Observation) -> bool:
     )
 
 
-# Where an agent's call goes on: the deepest recorded conversation that its messages begin with.
+# Where an agent's call continues: the deepest recorded conversation that its messages begin with.
 #
-# Trajectories are numbered as the episode numbers them: each call that does not go on after the last turn begins one.
+# Trajectories are numbered as the episode numbers them: a call that does not continue after the last turn begins one.
 
 
 _APPENDED_ROLES = ("user", "tool")  # after a response; other messages are rendered with the whole conversation

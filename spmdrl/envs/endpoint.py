@@ -315,7 +315,7 @@ class Endpoint:
                 self._show()
 
     def _show(self) -> None:
-        """Print how many requests and connections were refused since the last time, and nothing of what they said."""
+        """Print how many requests and connections were refused since the last time, and nothing of their contents."""
         refused, silent = self._unshown.total(), self._connections.num_silent
         reasons = [f"{number} {reason}" for reason, number in sorted(self._unshown.items())]
         what = [f"refused {refused} requests ({', '.join(reasons)})"] if refused else []

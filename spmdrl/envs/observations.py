@@ -93,7 +93,7 @@ _KEYS = {"messages", "images", "reward", "done", "metrics", "tool_errors", "stat
 MAX_IMAGES_BYTES = 16 * 2**20  # of the files of one observation's images
 MAX_METRICS = 100  # of one step
 _MAX_NAME_CHARACTERS = 100
-_AROUND_BYTES = 2**10  # of an answer beside its observation
+_AROUND_BYTES = 2**10  # of an answer besides its observation
 _MAX_TOOL_ERRORS = 2**31  # of one step: what is larger is a mistake, and might fit no float
 
 

@@ -125,7 +125,7 @@ class ToolError(Exception):
 
 
 class ToolGone(Exception):
-    """A call that did not reach its tool, so that nothing answers the policy: the episode cannot go on."""
+    """A call that did not reach its tool, so that nothing answers the policy: the episode cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

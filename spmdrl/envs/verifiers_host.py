@@ -4,7 +4,7 @@
     python -P verifiers_host.py rows SOURCE LIMIT       prints the first tasks as rows of a JSON-lines file
 
 SOURCE is the configuration's `environment.source`, as JSON. It imports nothing of spmdrl. It needs `-P` because modules
-beside it have the names of packages. To import verifiers takes seconds, and to fork milliseconds.
+next to it have the names of packages. To import verifiers takes seconds, and to fork milliseconds.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(environment: Any, request: dict[str, Any], streams: list[int]) -> int:
         os.dup2(stream, number)
     os.chdir(request["folder"])
     os.environ.update(request["variables"])
-    tempfile.tempdir = None  # it has kept the one of this process
+    tempfile.tempdir = None  # it has cached the one of this process
     random.seed(int(os.environ["SPMDRL_SEED"]))
     try:
         asyncio.run(play(environment))

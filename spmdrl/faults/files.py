@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_LINES = 20
-LAST_BYTES = 16384  # the part of a log in which `last_lines` looks
+LAST_BYTES = 16384  # the part of a log that `last_lines` reads
 
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[str]": list, "Kind": str}

@@ -97,7 +97,7 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
 def owner_of(folder: Path) -> str:
     """Return the name of the launch that owns a run's folder, nothing where none does; changes nothing.
 
-    An owner on another host that has not said its end is waited for, up to `MISSED` renewals.
+    An owner on another host that has not reported its end is waited for, up to `MISSED` renewals.
     """
     number = _newest(folder / FOLDER)
     try:
@@ -163,7 +163,7 @@ def _renew(file: IO[str], next_launch: Path, over: threading.Event, renew_s: flo
     while not over.wait(renew_s):
         with contextlib.suppress(OSError):  # the storage is away for a while
             os.utime(file.fileno())
-        if next_launch.exists():  # this process was stopped or cut off for so long that it looked dead
+        if next_launch.exists():  # this process was stopped or cut off for so long that it seemed dead
             with contextlib.suppress(OSError):
                 say(f"ended at once: {next_launch} says that another launch owns the folder now", sys.stderr)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -33,7 +33,7 @@ class RankStatus:
     phases_entered: int  # since the launch
     moved_at: float  # unix time: when it entered the phase, or last made progress in it
     beat: int = 0  # grows as long as the rank's watch runs
-    ended: bool = False  # it has left the loop, and said so
+    ended: bool = False  # it has left the loop, and reported it
 
     @property
     def place(self) -> str:
@@ -69,7 +69,7 @@ def process_state(pid: int) -> str | None:
 
 
 def has_ended(status: RankStatus, host: str) -> bool:
-    """True for a rank of this host that is gone without having said so; nothing is known about other hosts."""
+    """True for a rank of this host that is gone without a report; nothing is known about other hosts."""
     return not status.ended and status.host == host and process_state(status.pid) is None
 
 

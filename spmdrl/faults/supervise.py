@@ -92,8 +92,8 @@ def newest_step(folder: Path) -> int:
 
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-POLL_S = 0.05  # between two looks at a process, and at the requests
-LOOK_S = 5.0  # between two looks at whether a rank has reported a failure
+POLL_S = 0.05  # between two polls of a process, and of the requests
+LOOK_S = 5.0  # between two polls for a failure that a rank has reported
 END_S = 120.0  # for the ranks to end after that: a node that is gone cannot say that its own have
 
 FOLDER_HEADING = "# run folder"  # of the check's output; the next line names the folder
@@ -194,7 +194,7 @@ class Ending:
     """How a launch ended."""
 
     code: int  # for the shell
-    text: str = ""  # for the user; empty when the ranks have said all there is to say
+    text: str = ""  # for the user; empty when the ranks have reported all there is
     reason: str = ""  # of a request to stop
     requested: bool = False  # the request came to this program, and not to the ranks alone
     advanced: bool = False  # the launch has saved a step

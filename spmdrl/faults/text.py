@@ -1,4 +1,4 @@
-"""Text from outside, made fit to be shown: what a worker, an environment, an agent or the model itself has said.
+"""Text from outside, made fit to be shown: what a worker, an environment, an agent or the model itself has written.
 
 All that is shown or logged passes through here. What cannot be printed is written as Python escapes it: a text cannot
 move the cursor, begin a line of its own, reverse the order of letters, or hold half of a surrogate pair, which no file

@@ -74,7 +74,7 @@ class StopRequests:
         return self.current(now + self._longest_step_s)
 
 
-TICK_S = 1.0  # between two looks at signals and files
+TICK_S = 1.0  # between two polls of signals and files
 LEAVE_S = 8.0  # for a rank to end by itself when the job ends
 ERROR_WAIT_S = 60.0  # the same after another rank has failed, which an NCCL collective does not notice
 

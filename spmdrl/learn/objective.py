@@ -164,7 +164,7 @@ class ObjectiveFunction(Protocol):
 
 class PolicyObjective:
     """Corrected policy loss + kl_coef KL(policy || reference) - entropy_coef entropy, per loss token; and the cross
-    entropy of what environments said, and the divergence from teachers, where those have weights."""
+    entropy of what environments returned, and the divergence from teachers, where those have weights."""
 
     def __init__(
         self,

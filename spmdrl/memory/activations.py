@@ -14,7 +14,7 @@ the MLP:
                                    the inputs of convolution, rule, norm and gate; 7 b D of a short convolution alone
 
 A layer has those parts that its kind has, and the input of its projections once for each of the first and the last two.
-Heads of several sizes are counted by their mean. An MLP beside experts adds 4 b times its width, and latent attention
+Heads of several sizes are counted by their mean. An MLP besides experts adds 4 b times its width, and latent attention
 (4 + 2 b) for each value of a latent. Gemma 4 adds 4 K for norms of values; its inputs of each layer's own, of P values,
 b (4 P + D) in the layer and (8 + b) P + b D outside; and of one layer of each kind the keys and values that others may
 read, whatever is recomputed.
@@ -52,7 +52,7 @@ class Decoder:
     key_width: int  # of all key heads, and of all value heads
     query_heads: int
     head_width: int
-    mlp_width: int  # of all experts that one token goes to
+    mlp_width: int  # of all experts that one token is routed to
     experts_per_token: int  # 0 without experts
     norms: int  # of [hidden] in a layer
     has_head_norms: bool  # of queries and keys, after their projections
@@ -67,7 +67,7 @@ class Decoder:
     conv_elements: int = 0  # all that recurrent layers remember of a sequence, in the compute dtype
     state_elements: int = 0  # the same, in float32
     has_wide_norms: bool = False  # which apply their weights in float32
-    shared_width: int = 0  # of the MLP beside experts
+    shared_width: int = 0  # of the MLP besides experts
     heads_share: float = 1.0  # the mean size of heads, of the largest
     rotary_width: int | None = None  # of all rotary embeddings; None: head_width
     own_inputs: int = 0  # values of a layer's own input

@@ -33,10 +33,10 @@ _SMALLEST = 512
 _SMALL = _MIB  # up to this, blocks come from segments of 2 MiB
 _MEDIUM = 10 * _MIB  # up to this, from segments of 20 MiB; larger ones have their own, in multiples of 2 MiB
 _FLOAT32 = 4
-UNUSED_SHARE: Mapping[Level, float] = {"none": 0.003, "selective": 0.0353, "full": 0.0}  # of what comes and goes
+UNUSED_SHARE: Mapping[Level, float] = {"none": 0.003, "selective": 0.0353, "full": 0.0}  # of what is freed again
 UNUSED_SHARE_OF_EXPERTS: Mapping[Level, float] = {"none": 0.0104, "selective": 0.0146, "full": 0.102}  # with experts
-REMAINDER_SHARE = 0.77  # "full": of what remains of blocks beside all that is saved
-SELECTIVE_REMAINDER_SHARE = 0.371  # "selective": of what remains of blocks of width A beside the inputs of layers
+REMAINDER_SHARE = 0.77  # "full": of what remains of blocks besides all that is saved
+SELECTIVE_REMAINDER_SHARE = 0.371  # "selective": of what remains of blocks of width A besides the inputs of layers
 ABSENT_SHARE = 0.114  # of three gradients of [T, I] and of [T, D]
 
 
@@ -87,7 +87,7 @@ class Activations:
 
     @property
     def remainder(self) -> float:
-        """The share of a wide block that remains beside hidden states, of the width that they fill better."""
+        """The share of a wide block that remains besides hidden states, of the width that they fill better."""
         return min(width % self.hidden / width for width in (self.queries, self.mlp))
 
 

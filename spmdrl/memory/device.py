@@ -159,8 +159,8 @@ class MemoryPlan(TrainingMemory):
     engine_weights: int  # this rank's part
     free_at_launch: int  # when the engine starts
     engine_share: int | None  # of that, for an engine that takes a fixed share; None: it takes what it needs
-    engine_keeps: int  # held by the sleeping engine while the trainer works
-    overhead: Overhead = field(default_factory=Overhead)  # beside all of this
+    engine_keeps: int  # allocated by the sleeping engine while the trainer works
+    overhead: Overhead = field(default_factory=Overhead)  # besides all of this
 
     @property
     def asleep(self) -> int:
@@ -251,7 +251,7 @@ def plan_memory(
 
 def engine_bytes(cfg: Config, size: ModelSize, *, compute_bytes: int) -> int:
     """Bytes of an engine's weights, undivided: in fp8 a byte for each number in blocks of 128 x 128, and 4 for each
-    block. An engine in the rank's process computes with the numbers that these stand for, in the compute dtype."""
+    block. An engine in the rank's process computes with the numbers that these encode, in the compute dtype."""
     is_smaller = cfg.rollout.quantization is not None and not engine_facts(cfg.rollout.engine).in_process
     in_blocks = size.in_blocks if is_smaller else 0
     return (size.whole - in_blocks) * compute_bytes + in_blocks + 4 * (in_blocks // 128**2)

@@ -11,7 +11,7 @@ dtype, D the width of the tower, H its heads and I the width of its MLP:
     clips       11 b D + 3 b I     where the inputs and outputs of products are clipped
 
 Recomputing a block keeps only its input, b D. Selective recomputation keeps the results of products and attention too:
-6 b D + 4 H, and b I, or 2 b I of a gated MLP. Beside the blocks there are the pixels, the tables of the rotation, the
+6 b D + 4 H, and b I, or 2 b I of a gated MLP. Besides the blocks there are the pixels, the tables of the rotation, the
 last output, the features, and three tensors in what merges patches for each level: of b D for a patch, or for a token
 where the mean of its patches is taken first.
 """
@@ -27,7 +27,7 @@ from spmdrl.memory.activations import Level
 
 _FLOAT32 = 4
 PREFILL_TOKENS = 16384  # in one prefill of the torch engine
-CACHED_TOKENS = 16384  # placeholders whose features the torch engine caches beside those of a prefill
+CACHED_TOKENS = 16384  # placeholders whose features the torch engine caches besides those of a prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Bytes of a device beside tensors: CUDA contexts, communicators, libraries' workspaces, the engine's graphs.
+"""Bytes of a device besides tensors: CUDA contexts, communicators, libraries' workspaces, the engine's graphs.
 
 They are estimates until a device has been asked; `docs/memory.md` says how to ask one. Where each comes from:
 
@@ -39,7 +39,7 @@ Parts = Mapping[str, int]  # purpose -> bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Bytes on one device beside the tensors of its rank and its engine's share, by purpose."""
+    """Bytes on one device besides the tensors of its rank and its engine's share, by purpose."""
 
     rank: Parts = field(default_factory=dict)  # of the rank's process, as long as it lives
     engine: Parts = field(default_factory=dict)  # of the engine's process, from its start on

@@ -21,7 +21,7 @@ class PhaseMemory:
     name: str
     device: Parts
     host: Parts
-    elsewhere: Parts = field(default_factory=dict)  # on the same device: of other processes, and beside tensors
+    elsewhere: Parts = field(default_factory=dict)  # on the same device: of other processes, and besides tensors
 
     @classmethod
     def of(cls, name: str, device: Parts, host: Parts, elsewhere: Parts = MappingProxyType({})) -> PhaseMemory:
@@ -59,7 +59,7 @@ class StoredModel:
     """The weights of a model as they are in its files."""
 
     num_bytes: int  # of all that the files hold, scales included
-    numbers: int  # that these stand for
+    numbers: int  # that these encode
     largest_bytes: int  # of each number of the largest weight
 
     def share(self, numbers: int) -> int:
@@ -69,7 +69,7 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenModelSize:
-    """A model beside the policy that is loaded and never trained."""
+    """A model besides the policy that is loaded and never trained."""
 
     table: str  # its settings
     size: ModelSize
@@ -77,7 +77,7 @@ class FrozenModelSize:
     on_device: bool  # where its shards rest
     gathers_once: bool  # it is on the device as a whole while it computes
     teaches_vocabulary: bool  # its head is on the device until the updates end, and its hidden states wait on the host
-    tower: Tower | None = None  # that looks at images for it alone
+    tower: Tower | None = None  # that reads images for it alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def _update_phase(name: str, cfg: Config | TuningConfig, rank: Rank, host: Parts
 
 
 def _unused_blocks(cfg: Config | TuningConfig, rank: Rank, device: Parts) -> int:
-    """Bytes that torch's allocator reserves beside these tensors of forward and backward."""
+    """Bytes that torch's allocator reserves besides these tensors of forward and backward."""
     size, model, decoder = rank.size, cfg.model, rank.decoder.split(cfg.parallel.tp)
     element = micro_batch_tokens(cfg, rank.run) * rank.compute_bytes  # of every token
     stays = rank.memory.weights + rank.memory.optimizer
@@ -264,7 +264,7 @@ def _in_turn(model: ModelConfig, frozen: FrozenModelSize, rank: Rank) -> int:
 
 
 def turn_problems(cfg: Config | TuningConfig, rank: Rank, plan: MemoryPlan | None) -> Iterator[str]:
-    """Yield a sentence for each frozen model that cannot be on the device as a whole beside what is there for certain:
+    """Yield a sentence for each frozen model that cannot be on the device as a whole besides what is there for certain:
     the trainer, gathered in part, and where there is one, the sleeping engine with a refit's buckets. While a reward
     model computes, the trainer sleeps."""
     others = (plan.buckets + plan.engine_keeps if plan else 0) + sum(rank.overhead.while_training.values())

@@ -2,7 +2,7 @@
 
 policy, trunk                   a micro-batch in, log-probabilities out
 attention, kernels              which token sees which, by which kernel; context.py and tree_attention.py too
-logprobs, logits_tile           log-probabilities of hidden states; divergence.py: beside a teacher's
+logprobs, logits_tile           log-probabilities of hidden states; divergence.py: with a teacher's
 load, sharding, split           a model on the ranks of the mesh; weight_files.py: its files
 layers, operators               what replaces transformers' layers: fused.py, recurrent.py, exact/
 lora, frozen, offload           adapters; models that are not trained; the trainer asleep

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from spmdrl.model.attention_layer import AttentionLayer, SeenKeys
 
 _ROOM = "spmdrl.cpu"
-# Attention within sequences of equal length, of which there are so many: q [T, H, D], k and v [T, K, D] give [T, H, D].
+# Attention within sequences of equal length, whose number is the argument after v: q [T, H, D], k and v [T, K, D] give
+# [T, H, D].
 EqualLengths = Callable[[Tensor, Tensor, Tensor, int, AttentionLayer], Tensor]
 
 

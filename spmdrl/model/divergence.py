@@ -40,7 +40,7 @@ from spmdrl.model.logprobs import (
 )
 from spmdrl.types import TopTokens
 
-# Beyond it, the smaller of two probabilities is below float32's precision beside the larger, and exp does not overflow.
+# Beyond it, the smaller of two probabilities is below float32's precision of the larger, and exp does not overflow.
 _MAX_LOG_RATIO = 80.0
 _INFINITE = -logits_tile.FORBIDDEN / 10  # a larger difference of two z is from a token that only one model forbids
 
@@ -70,7 +70,7 @@ def next_token_divergence(
     """Return (logprobs [N], entropy [N], divergence [N]), float32 nats.
 
     The first two are those of `next_token_logprobs`, whose arguments these are: to the bit, where a row of `head` does
-    not depend on the rows beside it. The third is of the distributions that the student's hidden [N, D] and the
+    not depend on the rows next to it. The third is of the distributions that the student's hidden [N, D] and the
     teacher's teacher_hidden [N, Dt] predict over the same vocabulary:
 
         reverse    KL(student || teacher)

@@ -92,7 +92,7 @@ def _apply_experts(tokens: Tensor, expert_ids: Tensor, compute: Experts) -> Tens
 
 
 class _Joining(nn.Module):
-    """Experts beside which a router has some that compute nothing (LongCat Flash). Where these take all tokens of a
+    """Experts of a router that also has some that compute nothing (LongCat Flash). Where these take all tokens of a
     rank, its weights still join the backward pass, with gradients of 0: ranks sum the same gradients or none."""
 
     gate_up_proj: nn.Parameter

@@ -1,6 +1,6 @@
-"""Weights of few bits in a model's files, read as the bfloat16 numbers that they stand for, and written from them.
+"""Weights of few bits in a model's files, read as the bfloat16 numbers that they encode, and written from them.
 
-Each lies beside its scales, and any part of it is made of the parts of both: a rank that reads its shard never holds a
+Each lies next to its scales, and any part of it is made of the parts of both: a rank that reads its shard never holds a
 whole weight. Nothing of the model is needed but the names in its files.
 
 Written again, a block of numbers that the scale it came with expresses exactly keeps that scale, so that what nobody
@@ -81,9 +81,9 @@ def quantization_refusal(quantization: Mapping[str, Any] | None) -> str | None:
 def as_numbers(
     stored: Mapping[str, StoredWeight], quantization: Mapping[str, Any] | None
 ) -> Mapping[str, StoredWeight]:
-    """Replace weights of few bits and their scales by the weights that they stand for; others stay as they are.
+    """Replace weights of few bits and their scales by the weights that they encode; others stay as they are.
 
-    Raises UserError for a weight without its scales, and for scales of blocks whose size is not said.
+    Raises UserError for a weight without its scales, and for scales of blocks whose size is not given.
     """
     if quantization is None or method_of(quantization) not in READABLE:
         return stored
@@ -215,7 +215,7 @@ class StoredFormat:
         return functools.reduce(torch.promote_types, {self._dtype_of(name, dtype) for name in names})
 
     def parts_of(self, name: str) -> dict[str, StoredWeight]:
-        """Return the tensors that stand for a weight in the files: itself, or numbers and scales."""
+        """Return the tensors of a weight in the files: itself, or numbers and scales."""
         own = file_name(name, self._stored)
         if own == name and not self._stored[own].get_dtype().startswith("F8_"):
             return {own: self._stored[own]}
@@ -223,7 +223,7 @@ class StoredFormat:
         return {own: self._stored[own], scales: self._stored[scales]}
 
     def of_activations(self) -> dict[str, StoredWeight]:
-        """Return the scales of activations, which stand for no weight."""
+        """Return the scales of activations, which belong to no weight."""
         return {name: stored for name, stored in self._stored.items() if name.endswith(_OF_ACTIVATIONS)}
 
     def num_bytes(self, name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, int]:
@@ -234,7 +234,7 @@ class StoredFormat:
         return {part: math.prod(stored.get_shape()) * dtype_of(stored).itemsize for part, stored in parts}
 
     def encoded(self, name: str, whole: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that stand for a whole weight, by their names in files, on the device where it is.
+        """Return the tensors of a whole weight, by their names in files, on the device where it is.
 
         A weight that is not in the model's files stays as it is.
         """
@@ -320,6 +320,6 @@ def _fp4_codes(numbers: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _fp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return the bfloat16 numbers [..., 32] that codes of 4 bits stand for, given [...] exponents plus 127."""
+    """Return the bfloat16 numbers [..., 32] that codes of 4 bits encode, given [...] exponents plus 127."""
     values = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16, device=codes.device)
     return values[codes.int()] * torch.exp2(exponents.float() - 127).bfloat16().unsqueeze(-1)

@@ -64,7 +64,7 @@ def quantized(part: Tensor, maxima: Tensor, first: tuple[int, int] = (0, 0)) -> 
 def dequantized(
     part: Tensor, scales: Tensor, first: tuple[int, int] = (0, 0), block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> Tensor:
-    """Return the float32 numbers that a part of a weight in float8 stands for, given the scales of the blocks that it
+    """Return the float32 numbers that a part of a weight in float8 encodes, given the scales of the blocks that it
     touches."""
     return _times(part.float(), scales.float(), first, block)
 
@@ -96,7 +96,7 @@ def cast(part: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtyp
 
 
 def as_numbers(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Replace e4m3 tensors and their scales by the weights of `dtype` that they stand for; others stay."""
+    """Replace e4m3 tensors and their scales by the weights of `dtype` that they encode; others stay."""
     return {
         name: dequantized(tensor, tensors[name + SCALES]).to(dtype) if name + SCALES in tensors else tensor
         for name, tensor in tensors.items()

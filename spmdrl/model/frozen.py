@@ -1,4 +1,4 @@
-"""The models beside the policy that are never trained: the reference it is compared with, and teachers.
+"""The models besides the policy that are never trained: the reference it is compared with, and teachers.
 
 Each has weights of its own, which rest as shards and are gathered while it computes, layer by layer or once in its
 turn, or it is the policy's own base, with the adapters off.
@@ -87,7 +87,7 @@ def load_frozen(
     temperatures: Mapping[str, float],
     kernel: Kernel | None = None,
 ) -> dict[str, FrozenModel]:
-    """Load these models beside the policy, by name, with the settings of `cfg` and the layouts of `meshes`.
+    """Load these models besides the policy, by name, with the settings of `cfg` and the layouts of `meshes`.
 
     `kernel` is the policy's, with which a model from the policy's own directory computes too. Raises UserError like
     `load_policy`.
@@ -107,7 +107,7 @@ def load_frozen(
 
 
 def reference_of(policy: Policy, cfg: ModelConfig, meshes: Meshes, *, temperature: float) -> FrozenModel:
-    """Load the model that training begins with beside the policy, or take the policy's own base where it has one."""
+    """Load the model that training begins with besides the policy, or take the policy's own base where it has one."""
     began = OtherModelConfig(path=cfg.path) if policy.adapters is None else OtherModelConfig(adapters="off")
     return load_frozen(policy, cfg, {REFERENCE: began}, meshes, temperatures={REFERENCE: temperature})[REFERENCE]
 

@@ -220,7 +220,7 @@ def _torch_varlen(
 
 
 def for_varlen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return keys and values as `varlen_attn` takes them beside these queries, and its argument about their heads."""
+    """Return keys and values as `varlen_attn` takes them with these queries, and its argument about their heads."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1 or varlen_takes_groups():
         return k, v, {"enable_gqa": True} if groups > 1 else {}

@@ -88,7 +88,7 @@ def read_model_config(cfg: ModelConfig) -> Any:
         config = without_sounds(AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code))
         refusal = quantization_refusal(quantization_of(cfg.path))
         for part in (config, config.get_text_config()):
-            vars(part).pop("quantization_config", None)  # weights of few bits are read as the numbers they stand for
+            vars(part).pop("quantization_config", None)  # weights of few bits are read as the numbers they encode
         refusal = (
             refusal or refusal_of_config(config) or refusal_of_model(model_without_memory(config, cfg), cfg.attention)
         )
@@ -273,7 +273,7 @@ def load_packed(
         policy = build(model, chosen)
         model.tie_weights()  # before sharding, so that FSDP sees tied weights as one parameter
         operators = operators_of(chosen)
-        # A model beside the policy may have no experts, of which the policy has some.
+        # A model besides the policy may have no experts, of which the policy has some.
         layout = dataclasses.replace(meshes, expert=None) if waits and not has_experts(model) else meshes
         replace_layers(model, operators, device_type=device.type, meshes=layout, quantized=quantized)
         # A root stays gathered between forward and backward, where there is one.
@@ -359,7 +359,7 @@ def _from_pretrained(
         with _ranks_without_experts(load_config.weight_mapping or ()):
             return model_class._load_pretrained_model(model, stored_weights(cfg.path), files, load_config, *others)
 
-    # transformers (5.19) takes a state dict in the place of a directory, but not beside it.
+    # transformers (5.19) takes a state dict in the place of a directory, but not with one.
     own = {"_load_pretrained_model": staticmethod(read), **hooks}
     hooked: Any = type(model_class.__name__, (model_class,), own)
     hooked.__module__ = model_class.__module__
@@ -439,7 +439,7 @@ def materialize_shards(policy: PackedModel, device: torch.device, *, buffers: to
     num_freed_bytes = 0
     for places in holders.values():
         module, name = places[0]
-        # No reference to the old shard is kept here, so it is freed before the next one is copied.
+        # No reference to the old shard remains here, so it is freed before the next one is copied.
         copied = _copied_shard(getattr(module, name), device)
         for module, name in places:
             setattr(module, name, copied)

@@ -35,7 +35,7 @@ class LayerStates(Protocol):
     """Memory of recurrent layers between calls: of each of S sequences, by layer."""
 
     def take(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to go on from.
+        """Return conv inputs [S, C, kernel - 1] in the layer's dtype and state [S, H, Dk, Dv] float32 to continue from.
 
         None is to start from nothing.
         """
@@ -203,7 +203,7 @@ class Mixer(nn.Module, abc.ABC):
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """hidden_states is [1, T, D], as is the result. Sequences go on from `states`, which keep what is left.
+        """hidden_states is [1, T, D], as is the result. Sequences continue from `states`, which keep what is left.
 
         Under context parallelism hidden_states is this rank's chunk of the tokens that `seqlens` describes.
         """

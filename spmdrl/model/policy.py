@@ -454,7 +454,7 @@ class RewardModel(PackedModel):
 # The positions of tokens in their sequences, as rotary embeddings count them.
 #
 # Text counts tokens. Where a model has positions of frame, row and column (mRoPE), the placeholders of an image have
-# their patch's place in its grid, all counted from the position after the token before; text goes on after the
+# their patch's place in its grid, all counted from the position after the token before; text continues after the
 # greatest. Which tokens are placeholders is known from `ImageSpan`, never from a token's number: a placeholder that
 # the policy sampled itself is text.
 

@@ -112,7 +112,7 @@ class _ByOwnLength(nn.Module):
         for length in alike.unique().tolist():
             places.append(torch.nonzero(alike == length).flatten().to(position_ids.device))
             own = position_ids.index_select(-1, places[-1])
-            # One position more, the last of such a sequence: transformers looks for the largest.
+            # One position more, the last of such a sequence: transformers searches for the largest.
             own = torch.cat([own, own.new_full((*own.shape[:-1], 1), length - 1)], dim=-1)
             tables.append([table[..., :-1, :] for table in self._alone(x, own, *args, **kwargs)])
         if len(places) == 1:

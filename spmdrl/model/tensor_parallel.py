@@ -239,7 +239,7 @@ def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:
     if module.padding_idx is not None:  # the row without gradient; renumbered, or None on ranks without it
         here = first <= module.padding_idx < first + num_rows
         module.padding_idx = module.padding_idx - first if here else None
-    look_up = module.forward  # a subclass may scale what it looks up
+    look_up = module.forward  # a subclass may scale the rows that it returns
 
     def forward(input: Tensor) -> Tensor:
         rows = input - first

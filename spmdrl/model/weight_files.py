@@ -61,7 +61,7 @@ class _Index(BaseModel):
 
 
 def stored_weights(path: str | Path) -> dict[str, StoredWeight]:
-    """Open a model directory's weights by their names in its files, those of few bits as the numbers they stand for.
+    """Open a model directory's weights by their names in its files, those of few bits as the numbers they encode.
 
     Nothing but the heads of files is read before a weight is. Raises UserError, OSError and SafetensorError.
     """
@@ -75,7 +75,7 @@ def stored_format(path: str | Path) -> StoredFormat:
 
 def stored_sizes(path: str | Path) -> tuple[int, int, int] | None:
     """Count by the heads of a model directory's files: bytes of all that they hold, scales included; the numbers that
-    these stand for; and bytes of each number of the largest weight. None where files are missing or damaged."""
+    these encode; and bytes of each number of the largest weight. None where files are missing or damaged."""
     try:
         stored, weights = _heads(Path(path)), stored_weights(path)
     except (UserError, OSError, SafetensorError):  # `weight_file_problems` says what is wrong

@@ -72,7 +72,7 @@ def environment_problems(
     prompts: PromptStream,
     images: ImageIntake,
 ) -> Iterator[str]:
-    """Yield a sentence for each reason why episodes cannot go on after a response.
+    """Yield a sentence for each reason why episodes cannot continue after a response.
 
     Raises UserError when the reset with the first prompt fails, or shows an image that cannot be read.
     """
@@ -113,7 +113,7 @@ def environment_problems(
     yield from encoder.problems(answers | (roles & {"system"}), history=cfg.environment.history)
 
 
-# Checks of what a model that looks at images can be trained with.
+# Checks of what a model that reads images can be trained with.
 
 
 def vision_problems(cfg: Config | TuningConfig, model_config: Any) -> Iterator[str]:
@@ -162,7 +162,7 @@ def decoded_lines(cfg: Config | TuningConfig, inputs: Inputs) -> Iterator[str]:
     yield f"images of the first step, all decoded: {num_images}"
 
 
-# Checks of the models beside the policy, before weights are read: frozen ones, those that reward, and judges.
+# Checks of the models besides the policy, before weights are read: frozen ones, those that reward, and judges.
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,11 @@ class OpenedModel:
     cfg: ModelConfig
     config: Any  # transformers'
     drops_head: bool = False  # for one number instead of a distribution over tokens
-    name: str = ""  # of one beside the policy
+    name: str = ""  # of one besides the policy
 
     @property
     def table(self) -> str:
-        """The table of its settings, of one beside the policy."""
+        """The table of its settings, of one besides the policy."""
         return self.name if self.drops_head else f"models.{self.name}"
 
     def read(self) -> Model:
@@ -203,7 +203,7 @@ def open_frozen(name: str, cfg: ModelConfig) -> OpenedModel:
 def frozen_layout_problems(
     cfg: Config | TuningConfig, policy: OpenedModel, beside: Sequence[OpenedModel]
 ) -> Iterator[str]:
-    """Yield a sentence for each setting of its layout that a model beside the policy does not support."""
+    """Yield a sentence for each setting of its layout that a model besides the policy does not support."""
     own, opened = layouts(cfg), {one.table: one for one in beside}
     of_policy = {f"models.{name}" for name, one in cfg.frozen_models.items() if one.path == cfg.model.path}
     for table, model in (opened | dict.fromkeys(of_policy & own.keys(), policy)).items():
@@ -218,7 +218,7 @@ def frozen_layout_problems(
 
 
 def read_beside(cfg: Config | TuningConfig) -> list[OpenedModel]:
-    """Read the configs of the models beside the policy that are of other directories; needs no weights. Raises
+    """Read the configs of the models besides the policy that are of other directories; needs no weights. Raises
     UserError."""
     found = [_read(f"models.{name}", one, name=name) for name, one in frozen_directories(cfg).items()]
     if isinstance(cfg, Config):

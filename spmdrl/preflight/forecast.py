@@ -67,7 +67,7 @@ class Model:
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     keeps_start: bool = False  # of adapters that begin at a part of the weights
     quantized: Mapping[str, int] = field(default_factory=dict)  # bytes of weights in few bits, by name
-    frozen_models: Mapping[str, Model] = field(default_factory=dict)  # beside it, of other directories, by name
+    frozen_models: Mapping[str, Model] = field(default_factory=dict)  # besides it, of other directories, by name
     stored: StoredModel | None = None  # where its files are there
 
     @classmethod
@@ -381,7 +381,7 @@ def _num_rotary(text: Any) -> int:
 
 
 def _width_beside_experts(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the width of the MLP beside the experts of a layer, which every token has; 0 without one."""
+    """Return the width of the MLP besides the experts of a layer, which every token has; 0 without one."""
     layers = [match.group() for name in expert_names(shapes) if (match := _LAYER.search(name))]
     beside = [n for n in shapes.keys() - expert_names(shapes) if layers and layers[0] in n and n.endswith(_LAST_OF_MLP)]
     return sum(shapes[name][-1] for name in beside)

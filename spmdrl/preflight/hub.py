@@ -35,13 +35,13 @@ _USUAL_FOLDERS = ("main", "default", "data")  # of a data set, where others have
 
 
 class NotInCache(UserError):
-    """There is nothing on this machine that a name stands for, and downloads are not asked for."""
+    """Nothing on this machine has this name, and downloads are not asked for."""
 
 
 def located(cfg: SectionT) -> tuple[SectionT, list[str]]:
     """Return the settings with directories and files in place of names on a hub, and sentences about those not found.
 
-    A directory's name ends with the commit that the revision stands for. Settings may be missing.
+    A directory's name ends with the commit of the revision. Settings may be missing.
     """
     cfg, problems = _with_models(cfg)
     found = partial(_found, download=_downloads(cfg), problems=problems)
@@ -126,7 +126,7 @@ def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
 
 
 def _found(find: Callable[[str, bool], str], path: Any, setting: str, *, download: bool, problems: list[str]) -> Any:
-    """Return the path that a name on a hub or of a set stands for, and any other path as it is; add a sentence if there
+    """Return the path of a name on a hub or of a set, and any other path as it is; add a sentence if there
     is none."""
     if not isinstance(path, str) or not (path.startswith(PREFIX) or find is set_file):
         return path

@@ -328,7 +328,7 @@ def _form(cfg: Config | TuningConfig) -> RowTransform:
 def _conversation_problems(
     cfg: Config | TuningConfig, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]
 ) -> Iterator[str]:
-    """Yield a sentence for each reason why a conversation cannot go on after a response that is imitated."""
+    """Yield a sentence for each reason why a conversation cannot continue after a response that is imitated."""
     if isinstance(cfg, SftConfig) and cfg.sft.turns == "all":
         turns = TurnEncoder(tokenizer, chat_template=cfg.data.chat_template, tools=(), stop_token_ids=stops)
         yield from turns.problems({"user"})

@@ -97,7 +97,7 @@ def run_from_command_line(
 def import_libraries(kind: type[SettingsT], path: str, *overrides: str) -> None:
     """Import the libraries that generate the prompts of a configuration, for all processes that this one forks.
 
-    Nothing is said of mistakes in it: the check that follows tells them.
+    Mistakes in it are not reported: the check that follows tells them.
     """
     with contextlib.suppress(UserError, MissingSetting):
         for source in read_fields(kind, path, overrides).data.sources:

@@ -58,7 +58,7 @@ class Gatherer:
         reshard(policy)
         # Parameters (tied ones once) and the buffers that belong to the weights.
         tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
-        # Parameters are looked up by (module, attribute): listing all of them takes longer than copying a small bucket.
+        # Parameters are found by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
         layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}
         self._quantized = {name: layer for name, layer in layers.items() if tensors[name] is layer.weight}
@@ -177,7 +177,7 @@ def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
 
 
 def _staying(policy: PackedModel, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
-    """Name the weights that need not be sent again. A base beside adapters is sent, as a whole, only to an engine that
+    """Name the weights that need not be sent again. A base besides adapters is sent, as a whole, only to an engine that
     has nothing, so none of it is named unless its adapters are merged."""
     adapters = policy.adapters
     if adapters is not None and not merge:

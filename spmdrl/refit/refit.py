@@ -116,7 +116,7 @@ def load_whole(engine: WeightSink, tensors: dict[str, torch.Tensor], *, version:
     engine.end_update()
 
 
-# Refits of adapters alone: the base goes into the engine once, and each version is then one bucket of its adapters.
+# Refits of adapters alone: the engine loads the base once, and each version is then one bucket of its adapters.
 
 
 class Refitting(Protocol):

@@ -256,7 +256,7 @@ def _relative_distance(parts: Sequence[Fingerprint], others: Sequence[Fingerprin
 # The recorder.
 
 
-# The trainer's log-probabilities of a step's tokens, kept beside its rollouts: what the mismatch compares with.
+# The trainer's log-probabilities of a step's tokens, stored next to its rollouts: what the mismatch compares with.
 #
 #     RUN/rollouts/step-00000012/trainer-0.safetensors    one for each rank that trains, after the step's updates
 #

@@ -1,4 +1,4 @@
-"""Several runs beside each other: runs that differ by their seed alone are one line, with a band; and forecasts."""
+"""Several runs next to each other: runs that differ by their seed alone are one line, with a band; and forecasts."""
 
 from __future__ import annotations
 

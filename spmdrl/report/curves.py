@@ -38,7 +38,7 @@ EVAL_STYLE: dict[str, Any] = {
 }
 # Evaluations and saves happen once in many steps and would only add spikes to the time of a step.
 OCCASIONAL_PHASES = ("eval", "save")
-# Beside the reward, where a run has them; the time of a step comes last.
+# Besides the reward, where a run has them; the time of a step comes last.
 SIDE_PANELS = (
     *("rollout/response_tokens", "update/entropy_nats", "mismatch/max_abs_nats", "eval/reward"),
     *("update/k3_ref_nats", "update/k1_ref_nats", "update/k2_ref_nats", "update/grad_norm", "update/lr"),
@@ -103,7 +103,7 @@ def _layout() -> ConstrainedLayoutEngine:
 
 
 def _sheet(num_sides: int) -> tuple[Figure, Axes, list[Axes]]:
-    """A figure with one large pair of axes, and small ones beside it, of which the last fills what is left."""
+    """A figure with one large pair of axes, and small ones next to it, of which the last fills what is left."""
     rows = min(ROWS, key=lambda rows: -num_sides % rows)
     columns = -(-num_sides // rows)
     names = [str(min(place, num_sides - 1)) for place in range(rows * columns)]

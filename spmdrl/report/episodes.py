@@ -110,7 +110,7 @@ class ShownEpisode:
     rollout: Rollout
     outcome: RewardOutcome
     # Of each trajectory: the trainer's log-probability minus the engine's for each of its n tokens, in nats, nan where
-    # there is none; None where the run kept none.
+    # there is none; None where the run recorded none.
     mismatch: Sequence[Sequence[float] | None]
 
 
@@ -194,7 +194,7 @@ def _rollout(episode: ShownEpisode, vocabulary: _Vocabulary) -> dict[str, Any]:
 def _trajectory(
     trajectory: Trajectory, mismatch: Sequence[float] | None, said: WrittenTexts, vocabulary: _Vocabulary
 ) -> list[dict[str, Any]]:
-    """Describe the turns of a trajectory, before which this had been said."""
+    """Describe the turns of a trajectory, given the messages before it."""
     turns, starts = [], trajectory.starts
     for turn, start, end in zip(trajectory.turns, starts, starts[1:], strict=False):
         of_response = mismatch[start + len(turn.context_ids) : end] if mismatch is not None else ()

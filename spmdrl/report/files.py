@@ -25,7 +25,7 @@ from spmdrl.types import UserError
 MetricsRow = dict[str, Any]
 
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TAIL_BYTES = 1 << 18  # of a file, in which `last_rows` looks
+TAIL_BYTES = 1 << 18  # of a file, that `last_rows` reads
 
 
 def read_rows(path: Path) -> list[MetricsRow]:

@@ -294,7 +294,7 @@ def short_ones_preferred(run: History) -> str | None:
     )
 
 
-# Thresholds are for a finding that is worth a look, not for a proof. Why each is where it is stands beside it.
+# Thresholds are for a finding that is worth a look, not for a proof. Why each is where it is stands next to it.
 RULES = (
     Rule(
         name="numbers that are not finite",
@@ -458,7 +458,7 @@ RULES = (
 )
 
 
-# The report of `tools.doctor RUN`: what looks wrong in a run, as text.
+# The report of `tools.doctor RUN`: what seems wrong in a run, as text.
 
 
 _WIDTH = 110

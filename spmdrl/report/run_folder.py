@@ -151,7 +151,7 @@ class RunFolder:
                 yield f"{shown(folder)} is no directory, and the run writes one there; remove it"
 
     def content_problems(self) -> Iterator[str]:
-        """Yield a sentence for each file that a run cannot go on with; of rows, the first line that is damaged."""
+        """Yield a sentence for each file that a run cannot continue with; of rows, the first line that is damaged."""
         try:
             self.read_machine()
         except UserError as error:
@@ -253,7 +253,7 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-# A run as its folder tells of it: read by programs beside the loop, while it runs or afterwards.
+# A run as its folder tells of it: read by programs besides the loop, while it runs or afterwards.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Sinks: metrics.jsonl in a tracker (wandb, trackio, mlflow, swanlab), or in a function of the user's.
 
-Each sink has a process of its own beside the first rank. It reads metrics.jsonl as it grows, so that every number is
+Each sink has a process of its own besides the first rank. It reads metrics.jsonl as it grows, so that every number is
 that of the file, and a tracker that hangs or raises costs the run a warning. `spmdrl sync RUN` sends afterwards what is
 missing, also from another machine.
 
@@ -414,7 +414,7 @@ class SinkProcesses:
             os.set_blocking(process.stdout.fileno(), False)
 
     def see(self) -> list[str]:
-        """Notice that there are new rows; returns what the processes have said since the last call."""
+        """Notice that there are new rows; returns what the processes have reported since the last call."""
         problems = [] if self._has_started else [*self._start()]
         return problems + self._said()
 
@@ -427,7 +427,7 @@ class SinkProcesses:
         return found
 
     def close(self) -> list[str]:
-        """Let them send the rest; returns what they have said, and a sentence for each that did not come to its end."""
+        """Let them send the rest; returns what they have reported, and a sentence for each that did not finish."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()

@@ -1,6 +1,6 @@
 """Rewards by judges: a language model is asked about each response, or about all responses to a prompt.
 
-    items -> question (template) -> answer (server, or what it said before) -> scores (JSON field or pattern) -> parts
+    items -> question (template) -> answer (server, or its cached answer) -> scores (JSON field or pattern) -> parts
 
 What judges say is cached by the content of the question, in a file of each rank in the run's folder: a resumed run, or
 one that is judged again, has the same rewards. A failure is that of what was asked about, with its reason. Judges
@@ -165,7 +165,7 @@ class Cache:
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def find(self, key: str) -> str | None:
-        """Return what was said to the question of this name; None where it was not asked."""
+        """Return the answer to the question of this name; None where it was not asked."""
         return self._known.get(key)
 
     def add(self, key: str, answer: str) -> None:
@@ -174,7 +174,7 @@ class Cache:
         self._known[key] = answer
 
     async def of(self, question: JudgeRequest, ask: Callable[[], Awaitable[str]]) -> str:
-        """Return what was said, or ask. Raises what `ask` raises: only answers are cached."""
+        """Return the cached answer, or ask. Raises what `ask` raises: only answers are cached."""
         key = self.key(question)
         if key in self._known:
             return self._known[key]

@@ -1,4 +1,4 @@
-"""The clocks by which engines pause while some of their rollouts go on in the next step.
+"""The clocks by which engines pause while some of their rollouts continue in the next step.
 
 A clock counts tokens of each running row: an engine that decodes n tokens of every row is n later. By the real clock
 engines sample ahead until the last rollout that the step trains on is finished anywhere. By the virtual clock they do
@@ -139,7 +139,7 @@ class VirtualClock(TokenClock):
         self._is_due = is_due
 
     def cancel(self) -> None:
-        """Let no engine wait for this one, which cannot go on."""
+        """Let no engine wait for this one, which cannot continue."""
         self._store.add("num_due", self._count)
 
     def close(self) -> None:

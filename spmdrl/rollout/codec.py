@@ -11,7 +11,7 @@ from spmdrl.conversation import Action, Observation
 from spmdrl.types import ImageSpan, Prompt
 
 T = TypeVar("T")
-# An infinity or nan stays a number. Not strict: a list stands for a tuple, and a dictionary for a dataclass. Not by
+# An infinity or nan stays a number. Not strict: a list may be a tuple, and a dictionary a dataclass. Not by
 # `validate_json`, which takes no half of a surrogate pair; a policy may write one into the arguments of a call.
 _CONFIG = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 

@@ -1,6 +1,6 @@
 """Collect the prompt groups of a step: which are opened, by which engine, and which are trained on.
 
-Every engine takes tickets (`rollout/tickets.py`) as it has room. Ticket t of a step stands for one prompt of the
+Every engine takes tickets (`rollout/tickets.py`) as it has room. Ticket t of a step is one prompt of the
 stream, and seeds belong to the prompt and the sample, so samples do not depend on which engine took the ticket.
 
 Oldest first (`CollectionRules.oldest_first`), step k trains on the k-th `groups_per_step` prompts of the stream, and
@@ -58,9 +58,9 @@ class _Progress:
     """The state of sampling between two steps."""
 
     cursor: int = 0  # the first prompt of the stream that no step has used
-    carried: tuple[PromptGroup, ...] = ()  # this rank's groups that go on in the next step; they stay as they are
+    carried: tuple[PromptGroup, ...] = ()  # this rank's groups that continue in the next step; they stay as they are
     everyones: frozenset[int] = frozenset()  # prompt ids of those of all ranks
-    measured: Measurements = NOTHING_MEASURED  # what a curriculum goes by
+    measured: Measurements = NOTHING_MEASURED  # what a curriculum reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Collector:
         """Engines share tickets through `store`; without one they split them beforehand, and where they sample ahead
         see each other's virtual clocks through `clocks`. `message` shows the user a line; `record` gets the schedule of
         each step, in JSON's types, on the first rank. With `follows`, which `record` has got in another run, by step,
-        engines do what they did there. They sample `held_out` beside the steps, where there is something to sample."""
+        engines do what they did there. They sample `held_out` alongside the steps, where it has requests."""
         self._place, self._source = place, source
         self._rules = rules if follows is None else dataclasses.replace(rules, awaits_rewards=False)
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
@@ -114,8 +114,8 @@ class Collector:
     def collect(self, step: int, in_flight: RefitInFlight | None = None) -> Collected:
         """Sample the step's prompt groups and start to compute their rewards; every rank must call this.
 
-        With a refit `in_flight`, engines pause for it at a token and go on with its weights; none ends the step before
-        it.
+        With a refit `in_flight`, engines pause for it at a token and continue with its weights; none ends the step
+        before it.
         """
         rules, source, before = self._rules, self._source, self._after[step - 1]
         first = (step - 1) * rules.groups_per_step if rules.prompts_follow_from_step else before.cursor
@@ -196,7 +196,7 @@ class Collector:
         self._place.restarts.carry(sample, during=f"step {step}", before_revival=tickets.resume)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
+        """Return what a checkpoint must hold to continue after `step`, the last that was collected or the one before.
 
         It has JSON's types and is the same on every rank; every rank must call this.
         """
@@ -211,8 +211,8 @@ class Collector:
         }
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
-        """Go on after `step` from a saved state. None means that none was saved: every step so far used exactly the
-        prompts it wanted. Raises UserError when the settings no longer fit the groups that go on."""
+        """Continue after `step` from a saved state. None means that none was saved: every step so far used exactly the
+        prompts it wanted. Raises UserError when the settings no longer fit the groups that continue."""
         if saved is None:
             self._after = {step: _Progress(cursor=step * self._rules.groups_per_step)}
             return

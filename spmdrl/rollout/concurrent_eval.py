@@ -1,4 +1,4 @@
-"""Answers to held-out prompts that an engine samples beside the rollouts of a step: an evaluation stops none."""
+"""Answers to held-out prompts that an engine samples alongside the rollouts of a step: an evaluation stops none."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Episode:
         self._unless_refused(lambda: take(answer))
 
     def _unless_refused(self, go_on: Callable[[], None]) -> None:
-        """Go on, or fail where what is said cannot be rendered."""
+        """Continue, or fail where the messages cannot be rendered."""
         try:
             go_on()
         except StoreFull:  # for which the environment can do nothing
@@ -379,7 +379,7 @@ class Episode:
             self._leave_out()
 
     def _take_summary(self) -> None:
-        """Go on from the summary that has been sampled."""
+        """Continue from the summary that has been sampled."""
         assert self.env_context is not None
         response = self.response
         text = without_thinking(self.env_context.action_of(response.token_ids).text)
@@ -455,7 +455,7 @@ class Episode:
 
     @property
     def _observations(self) -> tuple[Observation, ...]:
-        """All that the environment has said, in order."""
+        """All observations of the environment, in order."""
         answers = (self.greeting, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in answers if observation is not None)
 

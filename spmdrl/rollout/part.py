@@ -42,7 +42,7 @@ class CollectionRules:
     max_groups: int  # opened in a step at most, over all engines
     drops_equal: bool = False  # groups with equal rewards are replaced
     awaits_rewards: bool = False  # engines sample on until the rewards of the step are there
-    carries_over: bool = False  # unfinished groups go on in the next step
+    carries_over: bool = False  # unfinished groups continue in the next step
     max_staleness: int = 1  # steps, of a group that is trained on
     steps_ahead: int = 0  # steps that may be sampled before the update of an earlier one
     refit_after: int | None = None  # tokens of each row before a refit in flight, by the virtual clock
@@ -122,7 +122,7 @@ class PartSummary:
     version: int  # of the weights
     tickets_end: int  # one past the highest ticket taken, 0 when there was none
     left: list[int]  # prompt ids
-    rates: Sequence[Success] = ()  # that a curriculum goes by
+    rates: Sequence[Success] = ()  # that a curriculum reads
 
 
 class EnginePart:
@@ -141,7 +141,7 @@ class EnginePart:
         clock: TokenClock,
         held_out: HeldOutAnswers,
     ) -> None:
-        """`is_due` says of a group whether the step may train on it. `held_out` is sampled beside the groups."""
+        """`is_due` says of a group whether the step may train on it. `held_out` is sampled alongside the groups."""
         self.accepted: list[PromptGroup] = []
         self.dropped: list[PromptGroup] = []
         self.opened: dict[int, int] = {}  # by prompt_id: the engine's clock when it was opened
@@ -158,7 +158,7 @@ class EnginePart:
         # The engine asks for requests only as it has room. But an engine with room for every group would take all
         # tickets before another took its first, so none has more than its share open at once.
         self._max_open = math.ceil((rules.groups_per_step + rules.extra_groups) / place.count)
-        # By prompt_id; a group goes from one to the next, and is then accepted or dropped.
+        # By prompt_id; a group moves from one to the next, and is then accepted or dropped.
         self._unfinished = {prompt_id_of(group): group for group in carried if not group.is_sampled}
         self._undecided = {prompt_id_of(group): group for group in carried if group.is_sampled}
 
@@ -227,7 +227,7 @@ class EnginePart:
             self._held_out.deliver()
 
     def _episodes(self) -> Iterator[Episode | None]:
-        """Yield episodes as long as there are more: of groups that go on, then of those that this engine opens."""
+        """Yield episodes as long as there are more: of groups that continue, then of those that this engine opens."""
         for group in list(self._unfinished.values()):
             if self._is_over():
                 return
@@ -294,7 +294,7 @@ class EnginePart:
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:
-        """Let the engine count by the step's clock; what it samples besides, such as evaluations, counts by none."""
+        """Let the engine count by the step's clock; what it samples alongside, such as evaluations, counts by none."""
         self._engine.clock = self._clock
         try:
             yield

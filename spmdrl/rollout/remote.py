@@ -81,7 +81,7 @@ class RemoteSampler(Sampler):
         )
 
     def sample_held_out(self) -> list[Pending]:
-        """Receive the responses, which the engines sample after the refit, beside rollouts where they can."""
+        """Receive the responses, which the engines sample after the refit, alongside rollouts where they can."""
         return [known_reward(*outcome) for rank in self._leaders for outcome in self._held_out.receive(source=rank)]
 
     def state(self, step: int) -> Mapping[str, Any] | None:

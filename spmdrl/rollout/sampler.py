@@ -45,7 +45,7 @@ class Sampler:
     Every rank that trains has one and calls its methods together with the others.
     """
 
-    answers_beside = False  # whether the rollouts of a step are sampled beside responses to held-out prompts
+    answers_beside = False  # whether the rollouts of a step are sampled alongside responses to held-out prompts
 
     def collect(self, step: int) -> Collected:
         """Sample the rollouts of a step, whose rewards are being computed, and answers to the probe by the weights that
@@ -57,19 +57,19 @@ class Sampler:
         raise AssertionError("this run answers no held-out prompts")
 
     def ask_held_out(self, deliver: Callable[[Sequence[Pending]], None]) -> None:
-        """Have this rank's part of them sampled beside the next rollouts, and delivered as soon as they are
+        """Have this rank's part of them sampled alongside the next rollouts, and delivered as soon as they are
         rewarded."""
         raise AssertionError("this run answers no held-out prompts beside rollouts")
 
     def state(self, step: int) -> Mapping[str, Any] | None:
-        """Return what a checkpoint must hold to go on after `step`, the last that was collected or the one before.
+        """Return what a checkpoint must hold to continue after `step`, the last that was collected or the one before.
 
         The first rank always returns it; others may return None.
         """
         return None
 
     def restore(self, saved: Mapping[str, Any] | None, *, step: int) -> None:
-        """Go on after `step` from a saved state; None when none was saved."""
+        """Continue after `step` from a saved state; None when none was saved."""
 
     def dismiss(self) -> None:
         """End: no more rollouts will be collected."""

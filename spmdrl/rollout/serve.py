@@ -92,7 +92,7 @@ def serve(run: Launch[Config]) -> None:
                     sender.held_out(run.rewards.collect(pending))
 
             if not alone and (run.cfg.run.deterministic or not is_known):
-                # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
+                # Where it is known, the rollouts alongside it have the batches and the clock of before the stop.
                 sampler.ask_held_out(deliver_unless_known)
             elif not is_known:
                 deliver_unless_known(sampler.sample_held_out())
@@ -102,7 +102,7 @@ def serve(run: Launch[Config]) -> None:
             watch.enter("rollout")
 
         in_flight = RefitInFlight(weights.is_announced, refit_and_go_on) if run.cfg.rollout.refit_in_flight else None
-        # In flight, the evaluation of a checkpoint was sampled beside rollouts that the checkpoint has.
+        # In flight, the evaluation of a checkpoint was sampled alongside rollouts that the checkpoint has.
         refit(alone=always_alone or (in_flight is not None and ahead is not None))
         for number in range(sampled + 1, plan.num_steps + 1):
             while engine.version < number - 1 - plan.steps_ahead or (plan.steps_ahead > 1 and weights.are_announced()):
@@ -124,7 +124,7 @@ def serve(run: Launch[Config]) -> None:
             )
             requests = gather_objects(meshes.engines, watch.stop_request())
             stop_request = next((request for request in requests if request is not None), None)
-            # The state goes along with every step: the ranks that train may stop, and save, after any.
+            # The state is sent with every step: the ranks that train may stop, and save, after any.
             sender.step(collected, outcomes, metrics, sampler.state(number), messages, stop_request)
             messages.clear()
         while True:  # until the next order is `EndOfRun`

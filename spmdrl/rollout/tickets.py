@@ -45,11 +45,11 @@ class Tickets(Protocol):
         return
 
     def cancel(self) -> None:
-        """End the step for every engine, because this one cannot go on."""
+        """End the step for every engine, because this one cannot continue."""
         return
 
     def interrupt(self) -> None:
-        """Let engines that wait for others stop waiting until `resume`: this one cannot go on for now."""
+        """Let engines that wait for others stop waiting until `resume`: this one cannot continue for now."""
         return
 
     def is_interrupted(self) -> bool:

@@ -189,8 +189,8 @@ def build_batch(
     The result depends on the step's sequences and not on which rank sampled them: every rank knows all infos and
     computes the same assignment. `MicroBatch.loss_weights` hold the denominator of the whole mini-batch, as long as no
     correction rejects tokens. A step may have fewer prompt groups than planned: they are divided into mini-batches as
-    evenly as whole groups can be. With an `environment_coef`, what environments said has weights of its own, and with
-    `distill` so have the tokens that teachers teach.
+    evenly as whole groups can be. With an `environment_coef`, tokens of environments have weights of their own, and
+    with `distill` so have the tokens that teachers teach.
 
     These are about the sequences of the run's algorithm, and `others` are the algorithms of the rest; the tokens of
     each are counted by themselves.

@@ -231,7 +231,7 @@ class Handover:
 
 
 class NoHandover:
-    """Stands for the handover of a run without an engine: the trainer keeps the device."""
+    """Replaces the handover of a run without an engine: the trainer keeps the device."""
 
     @contextmanager
     def rollout(self) -> Iterator[None]:

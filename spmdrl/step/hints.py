@@ -23,12 +23,12 @@ from spmdrl.conversation import as_text
 from spmdrl.data.tokenizer import encode_message, encode_prompt
 from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, Rollout, UserError
 
-# From a prompt, and what the environment said of the attempt, to the place of the teacher and the hint that this sees.
+# From a prompt, and what the environment returned, to the place of the teacher and the hint that it sees.
 Label = Callable[[Prompt, str | None], tuple[int, Hint]]
 
 
 def feedback_of(rollout: Rollout) -> str | None:
-    """Return the text of what the environment said after the last response; None where it said nothing."""
+    """Return the text of the observation after the last response; None where there is none."""
     last = rollout.turns[-1].observation
     text = "\n".join(as_text(message["content"]) for message in last.messages) if last is not None else ""
     return text if text.strip() else None
@@ -45,7 +45,7 @@ class Lessons:
     def __call__(self, prompt: Prompt, feedback: str | None = None) -> tuple[int, Hint]:
         """Return the place of the prompt's teacher, or NO_TEACHER, and the hint that this sees.
 
-        Nobody teaches an attempt of which the environment said nothing or too much, where that is the hint. Raises
+        Nobody teaches an attempt of which the environment returned nothing or too much, where that is the hint. Raises
         UserError for a prompt without its hint, or with one that is too long.
         """
         place = NO_TEACHER if self.distill is None else self.distill.teacher_of(prompt.task)

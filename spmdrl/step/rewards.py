@@ -1,4 +1,4 @@
-"""Outcomes become rewarded rollouts, and what can be said of them."""
+"""Outcomes become rewarded rollouts, and their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a run: each begins where all ranks agree to go on, and ends reported, evaluated, saved and exported."""
+"""The steps of a run: each begins where all ranks agree to continue; then it is reported, evaluated and saved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Steps(Generic[SettingsT]):
 
     A run that is asked to stop does so at the next edge between two phases. A step that has not come to its update is
     given up; one that has is finished except for its evaluation, which the resumed run makes before its first rollouts
-    or beside them.
+    or alongside them.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Steps(Generic[SettingsT]):
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
         held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts, whose
-        rewards `complete` completes: `beside` the rollouts of the next step, where it can."""
+        rewards `complete` completes: `alongside` the rollouts of the next step, where it can."""
         self._run: Launch[SettingsT] = run
         self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
         self._measure, self._complete = held_out or self._answer_held_out, complete
-        self._answers: list[Pending] = []  # that are sampled beside rollouts
+        self._answers: list[Pending] = []  # that are sampled alongside rollouts
         self._asked: int | None = None  # the step whose evaluation they are
         self._beside = beside and sampler.answers_beside
         self._training = run.meshes.training
@@ -137,14 +137,14 @@ class Steps(Generic[SettingsT]):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Begin a phase if all ranks agree to go on, and measure it. Raises StopRequested on all ranks, or on none."""
+        """Begin a phase if all ranks agree to continue, and time it. Raises StopRequested on all ranks, or on none."""
         self._pass_edge()
         with self._run.report.span(name):
             yield
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Surround the sampling of a step; reports the evaluation that was sampled beside it."""
+        """Surround the sampling of a step; reports the evaluation that was sampled alongside it."""
         with self._run.report.span("rollout"), self._handover.rollout():
             yield
         if self._asked is not None:
@@ -154,8 +154,8 @@ class Steps(Generic[SettingsT]):
             self._stop_if_asked()
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the policy after `step` where that is due, now or beside the next rollouts; a run that is about to
-        stop puts it off."""
+        """Evaluate the policy after `step` where that is due, now or alongside the next rollouts; a run that is about
+        to stop puts it off."""
         self._stopping = self._run.watch.agree_to_stop(self._training)
         with self._run.report.span("eval"):
             due = self._run.plan.evaluates_after(step) and not self._stopping
@@ -204,9 +204,9 @@ class Steps(Generic[SettingsT]):
 
     def _evaluate_start(self) -> None:
         """Evaluate the policy that the run begins with, unless its checkpoint has that evaluation; one that rollouts
-        had beside them is then sampled once more in a deterministic run, and not reported."""
+        had alongside them is then sampled once more in a deterministic run, and not reported."""
         run, is_known = self._run, self._run.resume_point.is_evaluated
-        # Where it is known, the rollouts beside it have the batches and the clock of before the stop.
+        # Where it is known, the rollouts alongside it have the batches and the clock of before the stop.
         due = run.plan.evaluates_after(self._done) and (not is_known or run.cfg.run.deterministic)
         if due and not self._ask(self._done, is_known=is_known) and not is_known:
             self._pass_edge()
@@ -216,7 +216,7 @@ class Steps(Generic[SettingsT]):
         self._run.report.take_times()
 
     def _ask(self, step: int, *, is_known: bool = False) -> bool:
-        """Have an evaluation sampled beside the rollouts of the next step; False where it is sampled by itself."""
+        """Have an evaluation sampled alongside the rollouts of the next step; False where it is sampled by itself."""
         if not self._beside or step >= self._run.plan.num_steps:
             return False
         self._asked, self._answers = None if is_known else step, []

@@ -1,4 +1,4 @@
-"""The frozen models beside the policy in a step: what they make of the responses, before the updates and in them.
+"""The frozen models besides the policy in a step: what they make of the responses, before the updates and in them.
 
 Each model takes its turn over the micro-batches in which it teaches something. For a divergence over the whole
 vocabulary it leaves its hidden states there, on the host, and its head on the device until the updates have computed
@@ -42,7 +42,7 @@ _OWN = {"lagged": "the policy some steps ago", "average": "the moving average of
 
 
 class FrozenModels:
-    """The frozen models beside a run's policy: the reference, and the teachers at their places in the settings."""
+    """The frozen models besides a run's policy: the reference, and the teachers at their places in the settings."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ def _sum(micro_batch: MicroBatch, parts: Iterable[Tensor | None]) -> Tensor:
 def penalty(micro_batch: MicroBatch) -> Tensor:
     """[T] float64: log p - log teacher of each sampled token times its weight, with p of the policy before the updates.
 
-    It estimates KL(policy || teacher). 0 for tokens that are not distilled, and where no teacher has said anything."""
+    It estimates KL(policy || teacher). 0 for tokens that are not distilled, and where there is no teacher."""
     return _weights(micro_batch) * _sampled_kl(micro_batch)
 
 

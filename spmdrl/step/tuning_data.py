@@ -58,7 +58,7 @@ class PairEncoder:
         return cls(cfg, inputs.tokenizer, inputs.stop_token_ids, inputs.images)
 
     def __call__(self, pair: TrainingPair, index: int) -> TrainingSequence:
-        """Return prompt, responses with an end-of-sequence token each, and between them what was said to the policy.
+        """Return prompt, responses with an end-of-sequence token each, and between them the messages to the policy.
 
         Raises UserError when too much follows the prompt.
         """
@@ -89,7 +89,7 @@ class PairEncoder:
         return sum(len(said) + len(response) for said, response, _ in self._encoded(exchanges))
 
     def _encoded(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield the tokens of what is said to the policy, with one for each image, its response, and the images."""
+        """Yield the tokens of messages to the policy, with one for each image, its response, and the images."""
         response: tuple[int, ...] = ()
         for exchange in exchanges:
             said = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()

@@ -14,8 +14,8 @@ from spmdrl.algo.prefix_tree import BLOCK_TOKENS
 from spmdrl.config.plan import Plan
 from spmdrl.dist.exchange import SequenceInfo
 
-# Units of sequences that begin alike have at most so many quarters of a place's share: the smaller they are, the better
-# the balance, and the more tokens are computed twice.
+# Units of sequences that begin alike have at most one of these numbers of quarters of a place's share: the smaller they
+# are, the better the balance, and the more tokens are computed twice.
 _QUARTERS = (5, 4, 3, 2, 1)
 # Sequences are packed as if none began alike unless this part of the time is saved: calls for nodes take time as well.
 _MIN_SAVED = 0.1

@@ -1,1 +1,1 @@
-"""Programs beside the training loop, each run as `python -m spmdrl.tools.X`."""
+"""Programs besides the training loop, each run as `python -m spmdrl.tools.X`."""

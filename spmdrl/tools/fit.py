@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
-    """Read the shapes of the run's policy, from transformers' config of it, and of the models beside it.
+    """Read the shapes of the run's policy, from transformers' config of it, and of the models besides it.
 
     Raises UserError for settings that they do not support.
     """

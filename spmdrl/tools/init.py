@@ -330,7 +330,7 @@ def _source(settings: dict[str, Any], record: Mapping[str, Any]) -> FileSettings
 
 
 def _here(find: Callable[[str, bool], str], name: str, option: str, *, download: bool) -> str:
-    """Return the directory or file that a name on a hub stands for, and any other name as it is."""
+    """Return the directory or file of a name on a hub, and any other name as it is."""
     if not name.startswith(PREFIX):
         return name
     try:

@@ -86,7 +86,7 @@ def _with_configuration(argv: Sequence[str]) -> list[str]:
     """Write the configuration for a model and its data, and return the arguments that name it instead.
 
     The file is named after the run, and a second start with the same options finds it. Raises SystemExit where it was
-    written for others, and where `spmdrl init` writes none; it has said why.
+    written for others, and where `spmdrl init` writes none; it has printed why.
     """
     _, model, data, *rest = argv
     task = _task(argv)

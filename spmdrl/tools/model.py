@@ -82,7 +82,7 @@ def answers(
 
 def answers_on_one_rank(model: str) -> list[Verdict] | str:
     """Answer what one rank can without SGLang, in a process of its own; a sentence where no tiny model can be built."""
-    torch.set_num_threads(1)  # another process works beside it
+    torch.set_num_threads(1)  # another process works at the same time
     quiet()
     with tempfile.TemporaryDirectory(prefix="spmdrl-model-") as folder:
         try:

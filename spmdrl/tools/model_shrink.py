@@ -226,7 +226,7 @@ def save_tiny(config: Any, path: Path, *, seed: int = 0) -> None:
 
 
 def save_processor(config: Any, path: Path) -> None:
-    """Write a tokenizer and the settings of a processor beside a tiny model with images, which SGLang does not start
+    """Write a tokenizer and the settings of a processor next to a tiny model with images, which SGLang does not start
     without; nothing for other models."""
     kind = family_of(config).vision
     if kind is None:

@@ -171,7 +171,7 @@ def lines(found: Replay, step: int) -> Iterator[str]:
 
 
 def schedule_lines(path: Path, step: int) -> Iterator[str]:
-    """Describe what engines sampled for the step and beside it, where the run recorded that. Raises UserError."""
+    """Describe what engines sampled for the step and alongside it, where the run recorded that. Raises UserError."""
     for row in read_rows(path):
         for number, engine in enumerate(row["engines"] if row["step"] == step else ()):
             yield (

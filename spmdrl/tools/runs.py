@@ -47,7 +47,7 @@ from spmdrl.report.sinks import sync as send_to
 from spmdrl.tools.program import ToolConsole, option, program, writing
 from spmdrl.types import UserError
 
-# A run as it is now, read from its files alone: it may be on another machine, and begin, end or go on meanwhile.
+# A run as it is now, read from its files alone: it may be on another machine, and begin, end or continue meanwhile.
 
 
 SILENT_S = BEAT_S * BEATS_MISSED  # as the ranks themselves count it
@@ -305,7 +305,7 @@ def watch(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{watcher.path} holds no run; name a run's folder, such as runs/demo")
         console.print(watch_page(snapshot, width=console.width))
         return
-    # Ctrl-C: the user has seen enough. A run that has not begun is waited for.
+    # Ctrl-C: the user has seen enough. A run that has not started is waited for.
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(watch_page(watcher.read(now=time.time()), width=console.width), refresh=True)

@@ -38,13 +38,13 @@ _COLUMNS = ("prompt", "answer", "response", "chosen", "rejected", "image")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A kind of run: what it needs beside a model, and how fast it learns."""
+    """A kind of run: what it needs besides a model, and how fast it learns."""
 
     about: str  # how a configuration's first line starts
     settings: type[Config] | type[TuningConfig]
     columns: Mapping[str, Sequence[str]]  # of its data, with their usual names, in the order in which they are found
     needs: str | None = None  # an option that has to be given or answered
-    options: frozenset[str] = field(default=frozenset())  # that it takes beside those of all kinds and its columns'
+    options: frozenset[str] = field(default=frozenset())  # that it takes besides those of all kinds and its columns'
     lr: float  # on GPUs
     lr_on_cpu: float  # where models are tiny
     group_size: int = 1
@@ -188,7 +188,7 @@ def _sampling_tables(choices: Choices, measured: Measured, source: dict[str, Any
 
 
 def _term(place: int, reward: str) -> dict[str, Any]:
-    """The table of a reward, which counts little beside the first one."""
+    """The table of a reward, which counts little compared with the first one."""
     kind = {"kind": reward} if reward in REWARDS else {"kind": "function", "function": reward}
     return kind | ({"weight": BESIDE} if place else {})
 

@@ -130,7 +130,7 @@ def _exists(name: str, folder: int) -> bool:
 def _remove(path: str) -> None:
     with contextlib.suppress(
         OSError
-    ):  # another user's files, or processes that no sandbox holds and that go on writing
+    ):  # another user's files, or processes that no sandbox holds and that continue writing
         empty(path)
         os.rmdir(path)
 

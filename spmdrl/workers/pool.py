@@ -57,7 +57,7 @@ class WorkerProgram(Generic[LoadedT]):
     limit_s: float  # of a request
     too_late: str  # the reason why a request past its limit has failed
     max_answer_bytes: int
-    max_deaths: int  # a request fails if it was alone in the process at the last of so many deaths
+    max_deaths: int  # a request fails if it was alone in the process at the last of this number of deaths
     max_sessions: int | None = None  # of a process; with 1, requests and answers have no number
     has_time_to_close: bool = False  # a moment to end by itself, when the pool is closed
 

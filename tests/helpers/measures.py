@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import re
 import statistics
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "spmdrl"
-# Words that say little to a reader who knows the field, in names and docstrings of the package.
-BANNED = ("told", "kept", "held", "looked", "looks", "begun", "goes", "so many", "bear", "whoever", "anew", "foretold")
+# Words that say little to a reader who knows the field, in names, docstrings and comments of the package.
+BANNED = (
+    *("told", "kept", "held", "looked", "looks", "begun", "goes", "so many", "bear", "whoever", "anew", "foretold"),
+    *("said", "beside", "stand for", "stands for", "go on", "goes on"),
+)
 
 Graph = dict[str, set[str]]
 
@@ -116,18 +121,26 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def words(files: Iterable[Path]) -> Counter[str]:
-    """How often each banned word stands in names and docstrings."""
+    """How often each banned word stands in names, docstrings and comments."""
     found: Counter[str] = Counter()
     for path in files:
-        for node in ast.walk(parsed(path)):
-            texts = [getattr(node, field, None) for field in ("name", "id", "arg", "attr")]
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                texts.append(node.value.value)  # a docstring, of a setting or field too
-            for text in texts:
-                if isinstance(text, str):
-                    plain = re.sub(r"held[-_ ]outs?", "", text.lower()).replace("_", " ")
-                    found.update({word: n for word in BANNED if (n := len(re.findall(rf"\b{word}\b", plain)))})
+        for text in _prose(path):
+            plain = re.sub(r"held[-_ ]outs?", "", text.lower()).replace("_", " ")
+            found.update({word: n for word in BANNED if (n := len(re.findall(rf"\b{word}\b", plain)))})
     return found
+
+
+def _prose(path: Path) -> Iterator[str]:
+    """Yield what a file's author chose: each name where it stands, each docstring, of a setting or field too, and
+    each comment."""
+    for node in ast.walk(parsed(path)):
+        texts = [getattr(node, field, None) for field in ("name", "id", "arg", "attr")]
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts.append(node.value.value)
+        yield from (text for text in texts if isinstance(text, str))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Adapters in SGLang: a name for each version, loaded beside the others, and unloaded when no request needs it.
+"""Adapters in SGLang: a name for each version, loaded next to the others, and unloaded when no request needs it.
 
 SGLang can compare cryptographic checksums of adapters, and ends when they differ. They would take most of the time of a
 refit, so its processes compare the digest that all refits use (`scheduler.py`), and refuse what differs.
@@ -32,8 +32,8 @@ from spmdrl.types import UserError
 # How SGLang is started for adapters, and which adapters it cannot apply.
 
 
-# SGLang computes layers with the same input as one. It fills what is missing beside one that is there with zeros, but
-# looks for it beside these only.
+# SGLang computes layers with the same input as one. It fills what is missing next to one that is there with zeros, but
+# searches for it next to these only.
 _WANTED_BESIDE = {
     "q_proj": ("v_proj",),
     "k_proj": ("q_proj", "v_proj"),
@@ -57,7 +57,7 @@ def adapter_problems(cfg: Config, model_config: Any, *, device_type: str) -> Ite
     try:
         adapted = _Adapted.of(cfg, model_config)
     except UserError:
-        return  # said where the model is checked
+        return  # reported where the model is checked
     modules = adapted.modules
     if adapted.adapts_experts:
         yield (
@@ -129,7 +129,7 @@ class _Adapted:
 
     @property
     def lacking(self) -> list[tuple[str, tuple[str, ...]]]:
-        """The last part of a layer's name, with those that SGLang wants beside it and that are not adapted there."""
+        """The last part of a layer's name, with those that SGLang wants with it and that are not adapted there."""
         found: dict[tuple[str, tuple[str, ...]], None] = {}
         for name in self.layers:
             parent, _, module = name.rpartition(".")

@@ -305,7 +305,7 @@ class SGLangEngine(RolloutEngine):
         super().begin_update(buckets, buffers, version=version)
         if not are_known:
             self._handles = [self._handle(number) for number in range(len(buckets))]
-        # Anew for each refit: a handle to host memory counts how often it was opened, and may be opened once.
+        # Made for each refit: a handle to host memory counts how often it was opened, and may be opened once.
         mine = [sglang_process.serialized(*handle) for handle in self._handles]
         self._payloads = gather_objects(self._mesh, mine)
         self._open_update()

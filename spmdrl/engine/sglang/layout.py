@@ -96,7 +96,7 @@ class TpShard:
     cuts_embedding: bool = True  # False: every device has it whole
     attention_rows: tuple[int, ...] = ()  # of queries, keys and values
     has_bare_attention: bool = False  # layers have the weights of their attention directly
-    has_mamba: bool = False  # the decay is kept as -exp of what checkpoints have
+    has_mamba: bool = False  # the decay is stored as -exp of what checkpoints have
     copies_embedding: bool = False  # its head is a copy of the embedding
     fused: Mapping[str, str] = field(default_factory=lambda: _FUSED)  # modules that become one, by its name
 

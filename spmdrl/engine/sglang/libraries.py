@@ -18,7 +18,7 @@ DISTRIBUTION = "sglang-kernel"
 _MODULE = "sgl_kernel"
 # The release of the kernels that says in its metadata or description that it is built for this torch.
 _BUILT_FOR = {"2.11": "0.4.5", "2.13": "0.4.7", "2.14": "0.4.10"}
-_OLDEST = "0.4.9"  # that SGLang 0.5.23 starts with, unless it is told not to look
+_OLDEST = "0.4.9"  # that SGLang 0.5.23 starts with, unless a setting forbids the search
 _SKIP_VARIABLE = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"
 # For those who have a checkout, and those who have the package alone.
 SETUP = "run: make setup-sglang, or pip install 'spmdrl[sglang]'"
@@ -145,7 +145,7 @@ def start_problem(environment: Mapping[str, str]) -> str | None:
     said = _last_line(done.stderr)
     if done.returncode:
         return said or f"exit code {done.returncode}"
-    # Without the library itself, and not one that it needs, the loader goes on after a line.
+    # Without the library itself, and not one that it needs, the loader continues after a line.
     return said if "cannot be preloaded" in said else None
 
 

@@ -32,13 +32,13 @@ from spmdrl.refit.digest import digests
 
 # The copies by which a model's own loader takes in a bucket, recorded once and repeated at every refit.
 #
-# A loader spends its time in Python: it looks up names, cuts and narrows, and then copies one tensor. What it copies
+# A loader spends its time in Python: it resolves names, cuts and narrows, and then copies one tensor. What it copies
 # where is the same at each refit. So at the first one every copy from the bucket into the model's memory is recorded,
 # and from then on they are all done by one call.
 #
 # Weights of which anything else is done (computed from, skipped, loaded by another thread) keep to the loader, by
 # name. If the loader reads the model's own memory, or writes to it what does not come from the bucket, all weights
-# do. The exception is what norms keep beside their weight, one more than it: such sums are recorded too.
+# do. The exception is what norms have besides their weight, one more than it: such sums are recorded too.
 
 
 _COPY = torch.ops.aten.copy_.default
@@ -263,7 +263,7 @@ _copies: dict[tuple[int, str], CopyPlan] = {}  # by model and description
 class DigestRequests:
     """A rank's requests to its process of the engine: which digests certain weights have after each bucket.
 
-    A request is a file with the weights' names, which is there when the bucket is loaded; the answer is a file beside
+    A request is a file with the weights' names, which is there when the bucket is loaded; the answer is a file next to
     it. What is hashed is the engine's own memory.
     """
 

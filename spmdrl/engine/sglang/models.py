@@ -111,7 +111,7 @@ def hybrid_arguments(model_config: Any) -> dict[str, Any]:
 def config_overrides(cfg: Config, model_config: Any) -> dict[str, Any]:
     """Return the argument by which SGLang reads a model's config as the trainer does; none where it does so anyway."""
     known = _hybrid_settings(model_config) if has_delta_nets(model_config) else _settings_by_other_names(model_config)
-    if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they stand for
+    if quantization_of(cfg.model.path):  # weights of few bits are sent as the numbers that they encode
         known["quantization_config"] = None
     if cfg.rollout.quantization is not None:
         # What a checkpoint in e4m3 says, by which SGLang makes its layers: a weight and `weight_scale_inv` each.
@@ -135,7 +135,7 @@ def _hybrid_settings(model_config: Any) -> dict[str, Any]:
         "rope_theta": rotary["rope_theta"],
         "partial_rotary_factor": rotary.get("partial_rotary_factor", 1.0),
     }
-    if text is not model_config:  # it looks at images, and its tower is that of Qwen3-VL without levels
+    if text is not model_config:  # it reads images, and its tower is that of Qwen3-VL without levels
         known = {"text_config": known, "vision_config": {"deepstack_visual_indexes": []}}
     return known
 

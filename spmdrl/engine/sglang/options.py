@@ -117,7 +117,7 @@ def sglang_problems(
         return
     if device_type == "cuda" and (problem := libraries.kernel_problem(torch.__version__)):
         raise UserError(f'rollout.engine = "sglang": {problem}')
-    if local_rank() == 0:  # one rank of each machine looks
+    if local_rank() == 0:  # one rank of each machine checks
         check_orphans()
     if device_type == "cuda":
         yield from _device_problems(cfg, model_config)
@@ -211,7 +211,7 @@ def _device_problems(cfg: Config, model_config: Any) -> Iterator[str]:
         problem := libraries.attention_problem(cfg.rollout.attention_backend, capability)
     ):
         yield problem
-    if vision_family(model_config) is not None:  # a tower has kernels of its own, which are looked for at an image
+    if vision_family(model_config) is not None:  # a tower has kernels of its own, which are imported at an image
         of_tower = {"setting": "rollout.sglang.mm_attention_backend", "instead": "triton_attn"}
         chosen = cfg.rollout.sglang.get("mm_attention_backend")
         if problem := libraries.attention_problem(chosen, capability, **of_tower):

@@ -55,7 +55,7 @@ _child_failed = threading.Event()  # a rank has one engine
 
 
 def _note_failed_child(*_: Any) -> None:
-    """Handle SIGQUIT, which a process of the engine that cannot go on sends to the one that started it.
+    """Handle SIGQUIT, which a process of the engine that cannot continue sends to the one that started it.
 
     A module's function, not a method: the engine's arguments are pickled.
     """
@@ -252,7 +252,7 @@ class SGLangProcess:
         self._manager = self._engine.tokenizer_manager
         take_numbers_from_requests(self._manager.mm_processor)
         watchdog = self._manager._subprocess_watchdog
-        watchdog.stop()  # it would ask for a SIGQUIT; `require_alive` looks itself
+        watchdog.stop()  # it would ask for a SIGQUIT; `require_alive` checks itself
         self._processes: dict[str, Any] = dict(zip(watchdog._names, watchdog._processes, strict=True))
         # In a thread: it always runs, so replies are read while this thread computes, and sglang, which installs
         # signal handlers for a loop in the main thread, leaves them alone.
@@ -437,7 +437,7 @@ def _launch_surroundings(environment: Mapping[str, str], *, sockets: str) -> Ite
             # Spawned processes import the main module of their parent again: ours takes seconds and is of no use.
             sys.modules["__main__"] = types.ModuleType("__main__")
             warnings.simplefilter("ignore")
-            logging.disable()  # what goes wrong here is raised; the engine's processes have loggers of their own
+            logging.disable()  # what fails here is raised; the engine's processes have loggers of their own
             yield
     finally:
         logging.disable(logging.NOTSET)

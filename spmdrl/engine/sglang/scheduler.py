@@ -47,7 +47,7 @@ def compute_without_pinning() -> None:
 
 
 def add_hooks() -> None:
-    """Register what SGLang shall call beside its own functions in this process."""
+    """Register what SGLang shall call besides its own functions in this process."""
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", note_scales, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.run_event_loop", forget_what_is_loaded, HookType.BEFORE)
     HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", clear_padding_row, HookType.AFTER)
@@ -77,7 +77,7 @@ _answers: dict[int, Any] = {}  # by model
 
 def answer_once(check: Callable[[Any], Any], model: Any) -> Any:
     """Check once whether SGLang made numbers of a model's weights that a refit would leave stale: it decides that as it
-    starts, and searches all modules at every bucket (2 ms of 0.6B, beside 1 ms for the copies of a bucket)."""
+    starts, and searches all modules at every bucket (2 ms of 0.6B, compared with 1 ms for the copies of a bucket)."""
     if id(model) not in _answers:
         _answers[id(model)] = check(model)
     return _answers[id(model)]

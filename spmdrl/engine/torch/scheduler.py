@@ -30,7 +30,7 @@ class Prefix:
 
     version: int
     token_ids: tuple[int, ...]
-    images: tuple[ImageSpan, ...]  # by digest: placeholders alone do not say what they stand for
+    images: tuple[ImageSpan, ...]  # by digest: placeholders alone do not identify them
 
     @property
     def sort_key(self) -> tuple[int, int, tuple[int, ...], tuple[str, ...]]:

@@ -124,7 +124,7 @@ def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 def _other_targets(tensors: Mapping[str, Tensor], config: _Config) -> Iterator[str]:
     """Yield a clause when the file holds matrices of a layer that the configuration does not name: PEFT would leave
-    them out. A pattern, and parameters beside layers, are not checked."""
+    them out. A pattern, and parameters besides layers, are not checked."""
     if not isinstance(config.target_modules, list) or config.target_parameters:
         return
     ends = tuple(f".{target}" for target in config.target_modules)

@@ -97,7 +97,7 @@ class QuantizedLinear(nn.Linear):
         self.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
     def whole(self) -> Tensor:
-        """Return the weight [V, D] that the stored bits stand for, in the dtype of the one that was given."""
+        """Return the weight [V, D] that the stored bits encode, in the dtype of the one that was given."""
         library = _library()
         dequantize = library.dequantize_4bit if self.base == "nf4" else library.dequantize_blockwise
         weight: Tensor = dequantize(*self.stored)
