@@ -2,6 +2,11 @@
 
 No other file gives a module another class. A file that has layers of its own yields pairs of a module and its new
 class, and may turn the module's parameters into parts before; what a later row finds is what earlier rows have left.
+
+Some modules then have a `forward` of their own around that of the class that they had, from the inside out:
+`model/tensor_parallel.py` and `model/experts.py`, in the row of split layers; around experts with adapters
+`model/lora/layers.py`, or in the torch engine `engine/torch/adapters.py`; and around routers, whose layers are final,
+`model/routes.py`.
 """
 
 from __future__ import annotations

@@ -235,16 +235,59 @@ def test_model_types_are_named_in_one_file() -> None:
     assert named == ["engine/sglang/tool_calls.py: mistral"], "a parser of SGLang's"
 
 
-def test_a_module_gets_another_class_in_one_place() -> None:
-    targets = [
+def files_that_assign(attribute: str) -> list[str]:
+    return [
         name
         for name, tree in sources(ROOT / "spmdrl")
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Attribute) and target.attr == "__class__"
+        if isinstance(target, ast.Attribute) and target.attr == attribute
     ]
-    assert targets == ["model/layers.py"]
+
+
+def test_a_module_gets_another_class_in_one_place() -> None:
+    assert files_that_assign("__class__") == ["model/layers.py"]
+
+
+def test_files_that_give_a_module_another_forward_are_in_the_list_of_layers() -> None:
+    listed = re.findall(r"`([\w/]+\.py)`", ast.get_docstring(dict(sources(ROOT / "spmdrl"))["model/layers.py"]) or "")
+    assert sorted(set(files_that_assign("forward"))) == sorted(listed)
+
+
+STARTS = re.compile(
+    r"subprocess\.(Popen|run|call|check_call|check_output|getoutput)|asyncio\.create_subprocess_\w+"
+    r"|os\.(fork|forkpty|system|popen|exec\w+|spawn\w+|posix_spawnp?)"
+    r"|(?!psutil\b).*\b(Process|Pool|ProcessPoolExecutor|start_processes)"
+)
+
+
+def starts_processes(tree: ast.Module) -> bool:
+    """True when a file calls something that starts a process, or imports its bare name."""
+    called = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    by_name = (dotted for dotted in imported(tree) if dotted.startswith(("subprocess.", "os.", "asyncio.")))
+    return any(STARTS.fullmatch(name) for name in (*called, *by_name))
+
+
+def test_processes_are_started_by_the_files_of_the_page() -> None:
+    starting = {name for name, tree in sources(ROOT / "spmdrl") if starts_processes(tree)}
+    assert starting == {name.strip(" `") for name in table(PAGE, "Who starts processes")}
+
+
+@pytest.mark.parametrize(
+    ("program", "starts"),
+    [
+        ("subprocess.Popen(['ls'])", True),
+        ("from os import fork", True),
+        ("def f():\n    multiprocessing.get_context('spawn').Process(target=f).start()", True),
+        ("await asyncio.create_subprocess_exec('ls')", True),
+        ("psutil.Process(1)", False),
+        ("def f(process: subprocess.Popen[bytes]): process.kill()", False),
+        ("WorkerPool(1)", False),
+    ],
+)
+def test_a_start_of_a_process_is_found(program: str, starts: bool) -> None:
+    assert starts_processes(ast.parse(program)) == starts
 
 
 def test_the_room_for_a_cpu_is_named_in_one_place() -> None:
