@@ -68,8 +68,9 @@ RUNS: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str], dict[str, tup
         dense,
         [],
         {
-            "offload": (1, OFFLOAD),
             "fsdp": (2, []),
+            "fsdp-offload": (2, OFFLOAD),
+            "offload": (1, OFFLOAD),
             "disaggregated": (2, APART),
             "cp": (2, ["parallel.cp=2"]),
             "ulysses": (2, ["parallel.cp=2", 'parallel.cp_style="ulysses"']),
@@ -84,7 +85,7 @@ RUNS: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str], dict[str, tup
     "hybrid": (hybrid, [], {"hybrid": (2, [])}),
     "images": (images, [], {"images": (2, [])}),
 }
-IN_THE_GATE = ("fsdp", "offload")
+IN_THE_GATE = ("fsdp-offload",)
 CASES = [
     pytest.param(kind, name, id=name, marks=() if name in IN_THE_GATE else pytest.mark.slow)
     for kind, (_, _, layouts) in RUNS.items()
