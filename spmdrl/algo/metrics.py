@@ -127,6 +127,7 @@ class ExplainedVariance:
     count: float
 
     def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        """Add the sums of two groups of tokens."""
         return ExplainedVariance(
             self.targets + other.targets,
             self.target_squares + other.target_squares,
@@ -136,6 +137,7 @@ class ExplainedVariance:
         )
 
     def value(self) -> float:
+        """Return the fraction, at most 1; nan where it has no meaning."""
         if not self.count:
             return math.nan
         spread = self.target_squares - self.targets * self.targets / self.count

@@ -115,6 +115,7 @@ class Reader(FileSystemReader):
     for it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the table of tensors. Raises UnpicklingError for names that no such table has."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _TableUnpickler(file).load()
         if not isinstance(metadata, Metadata):

@@ -143,6 +143,7 @@ class ParquetRows:
         return f"{self._name} row {place + 1} of {self._starts[-1]}"
 
     def scan(self) -> Iterator[tuple[int, Record]]:
+        """Yield every row with its number, in the file's order, a batch of rows in memory at a time."""
         place = num_bytes = 0
         for group in range(len(self._starts) - 1):
             for batch in self._batches(group):
@@ -152,6 +153,7 @@ class ParquetRows:
         self._num_bytes = num_bytes
 
     def read(self, place: int, soon: Iterable[int] = ()) -> Record:
+        """Return a row by its number. Reads those of `soon` in its row group with it; old row groups are dropped."""
         group = bisect_right(self._starts, place) - 1
         number = place - self._starts[group]
         found = self._cached[group].find(number) if group in self._cached else None

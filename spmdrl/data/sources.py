@@ -135,6 +135,7 @@ class FileSource:
         return len(self._places)
 
     def row(self, index: int, attempt: int = 0) -> Row:
+        """Return the row at a place of all epochs laid end to end, each in an order of its own."""
         assert attempt == 0, "a file has no other row for an index: remove unwanted rows with `keep`"
         epoch, number = divmod(index, len(self._places))
         order = self._order(epoch)
@@ -392,6 +393,7 @@ class ReasoningGymSource:
         return functools.partial(ReasoningGymSource, seed=self._seed), (self._cfg,)
 
     def row(self, index: int, attempt: int = 0) -> Row:
+        """Generate the item of a place by a hash of seed, place and attempt: the same on every rank."""
         # Some data sets pass their seed to numpy, which takes 32 bits.
         entry = self._items.entry(mix(self._seed, index, attempt) >> 31)
         return Row(

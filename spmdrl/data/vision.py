@@ -174,6 +174,7 @@ class ImageReader(ImageCounter):
         self._read: OrderedDict[str, ImageSpan] = OrderedDict()  # of files in memory, by what they are
 
     def span(self, image: ImageFile) -> ImageSpan:
+        """Read an image into the store, unless it is there, and return the span of its tokens, counted from 0."""
         if isinstance(image.content, Path):  # whose content may change
             return self._cached(image)
         # All rollouts of a prompt begin in the same world, so that an environment shows the same images often.

@@ -201,6 +201,7 @@ class EnvSession(Session):
         self.fail("error", "closed")
 
     def request(self, number: int) -> EnvRequest | None:
+        """Return what the process must be asked next: earlier actions while it is replayed, then the pending one."""
         if self._failure is not None:
             return Close(number=number, environment=self._number) if self._is_closed and self.is_in_process else None
         if self.is_replaying:
@@ -216,6 +217,7 @@ class EnvSession(Session):
         return Step(number=number, environment=self._number, action=action)
 
     def take(self, request: EnvRequest, answer: Any) -> None:
+        """Take the answer to a request. An invalid observation fails the episode; ValueError for what is no answer."""
         if isinstance(request, Close):
             self.is_in_process = False
         elif "observation" in answer:

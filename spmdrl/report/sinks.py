@@ -82,6 +82,7 @@ class LibrarySink:
         self._run.log(dict(values), step=step)
 
     def finish(self, step: int, samples: Sequence[MetricsRow], curves: Path | None) -> None:
+        """Send curves and samples in one call at this step, and close the run."""
         library = importlib.import_module(self.library)
         shown: dict[str, Any] = {"curves": library.Image(str(curves))} if curves else {}
         if samples:
@@ -102,9 +103,12 @@ class LibrarySink:
 
 
 class WandbSink(LibrarySink):
+    """Runs of Weights & Biases; offline ones lie in the folder."""
+
     library = "wandb"
 
     def start(self, run: str | None) -> str:
+        """Continue the run of this id or make one, without its own console and system metrics."""
         import wandb
 
         id = run or _new_id(self._name)
@@ -123,9 +127,12 @@ class WandbSink(LibrarySink):
 
 
 class TrackioSink(LibrarySink):
+    """Runs of trackio, whose ids are names."""
+
     library = "trackio"
 
     def start(self, run: str | None) -> str:
+        """Continue the run of this name or make one, without its own GPU metrics."""
         import trackio
 
         id = run or _new_id(self._name)  # a run of trackio is known by its name
@@ -145,9 +152,12 @@ class TrackioSink(LibrarySink):
 
 
 class SwanlabSink(LibrarySink):
+    """Runs of SwanLab; offline ones lie in the folder."""
+
     library = "swanlab"
 
     def start(self, run: str | None) -> str:
+        """Continue the run of this id or make one; ids are 16 hexadecimal digits."""
         import swanlab
 
         id = run or secrets.token_hex(8)
@@ -164,6 +174,8 @@ class SwanlabSink(LibrarySink):
 
 
 class MlflowSink:
+    """Runs of MLflow: on a server, or in a database in the folder without `tracking_uri`."""
+
     def __init__(self, cfg: MlflowSinkConfig, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
 
@@ -174,6 +186,7 @@ class MlflowSink:
         self._project = cfg.project
 
     def start(self, run: str | None) -> str:
+        """Continue the run of this id or make one, and its experiment if there is none."""
         if run is None:
             artifacts = (self._folder / "mlflow").resolve().as_uri() if self._is_here else None
             found = self._client.get_experiment_by_name(self._project)
@@ -186,6 +199,7 @@ class MlflowSink:
         return run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send a step's scalars in one request; characters that names may not have become `_`."""
         from mlflow.entities import Metric
 
         now = time.time_ns() // 10**6

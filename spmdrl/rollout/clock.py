@@ -111,6 +111,7 @@ class VirtualClock(TokenClock):
         self._is_due = self.is_over = False
 
     def advance(self) -> bool:
+        """Count one more token; at each tick, publish it and read the others' clocks, which may wait for them."""
         super().advance()
         tick, rest = divmod(self.num_tokens, TOKENS_PER_TICK)
         if rest or self.is_over:
@@ -122,6 +123,7 @@ class VirtualClock(TokenClock):
         return self._is_due and self._ends_at(tick)
 
     def note_refit(self) -> None:
+        """Note the refit in flight; an engine that was due before it is counted as due from here on."""
         super().note_refit()
         if self._is_due:
             self._store.add("num_due", 1)

@@ -155,6 +155,7 @@ class Curriculum(InOrder):
         return f"data.curriculum.function = {self._cfg.function!r}"
 
     def rates(self, groups: Iterable[PromptGroup]) -> list[Success]:
+        """Return the fraction of right responses of each group with a reward; failed rewards are left out."""
         found = []
         for group in groups:
             outcomes = [group.pending[index][1].result() for index in range(group.group_size)]
@@ -165,6 +166,7 @@ class Curriculum(InOrder):
         return found
 
     def after(self, so_far: Measurements, rates: Sequence[Success]) -> Measurements:
+        """Return the measurements with these rates added in the order of their prompts, and the gates they open."""
         rows = {source: dict(known) for source, known in so_far.rows.items()}
         recent = dict(so_far.recent)
         longest = {
@@ -186,6 +188,7 @@ class Curriculum(InOrder):
         return Measurements(rows, recent, tuple(opened), tuple(self._prompts.num_rows))
 
     def require_same_sources(self, measured: Measurements) -> None:
+        """Raise UserError when rows were measured of sources with other numbers of rows."""
         before, now = measured.source_rows, tuple(self._prompts.num_rows)
         if before and before != now:
             counts = [
@@ -197,6 +200,7 @@ class Curriculum(InOrder):
             )
 
     def metrics(self, measured: Measurements, first: int, end: int) -> Metrics:
+        """Return metrics of the prompts `first` to `end`, counted over all epochs, and of what is measured so far."""
         numbers = self._prompts.num_rows
         known = [row for rows in measured.rows.values() for row in rows.values()]
         in_files = sum(number or 0 for number in numbers)

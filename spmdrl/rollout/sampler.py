@@ -126,6 +126,7 @@ class LocalSampler(Sampler):
         self._probes = prompts.take(0, _num_probes(cfg.refit, rules)) if engine.leads else []
 
     def collect(self, step: int) -> Collected:
+        """Sample a step, finish the evaluation alongside it, then answer the probe; engines that die are restarted."""
         collected = self.collect_alone(step)
         self.finish_held_out()
         probes = self._restarts.carry(self.answer_probes, during=f"the probe of step {step}")

@@ -80,6 +80,7 @@ class SharedTickets(Tickets):
         self._seen_interruptions = 0
 
     def take(self) -> int | None:
+        """Take a permit, then the next ticket of all engines; see `Tickets`."""
         # Read before counting up: engines that wait would otherwise take permits from each other for moments.
         if self._known_empty or self._count("permits") >= self._permits:
             return None
@@ -150,6 +151,7 @@ class StaticTickets(Tickets):
         self._evaluates, self._is_first_round = evaluates, True
 
     def take(self) -> int | None:
+        """Take the next of this engine's tickets, in a round; see `Tickets`."""
         if not self._left_in_round and not self._undecided and (self._is_first_round or not self._evaluates()):
             self._is_first_round = False
             self._left_in_round = min(self._wanted - self._accepted, self._num_left)

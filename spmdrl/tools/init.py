@@ -155,6 +155,7 @@ def _chosen(arguments: argparse.Namespace, out: Path) -> Choices:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of `spmdrl init`; argparse ends the program for those that it does not know."""
     parser = Parser(description="Write a starting configuration for a model and a file of data.")
     parser.add_argument(
         "--task", choices=[*TASKS], default="train", help="the program that it is for; train unless given"

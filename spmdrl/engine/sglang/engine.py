@@ -155,6 +155,7 @@ class SGLangEngine(RolloutEngine):
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
+        """Start the proxy on a rank that trains; its digests are of SGLang's layout for each device of an engine."""
         tp_size = run.cfg.rollout.tp_size
         shards = [
             TpShard.of(
@@ -369,6 +370,7 @@ class SGLangEngine(RolloutEngine):
         return self.version >= 0 and (self._options.keeps_weights or "weights" not in self._released)
 
     def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        """Load a version next to those in use; returns the tensors that differ in the engine, by name."""
         differing: list[str] = []
         with _defer_engine_death():
             if self._process is not None:
@@ -403,6 +405,7 @@ class SGLangEngine(RolloutEngine):
             self._process.require_alive()
 
     def revive(self) -> None:
+        """Start the engine's process again if it has died, awake and without weights; its ranks do so together."""
         if not any(gather_objects(self._mesh, self._process is not None and self._process.is_dead())):
             return
         with raise_on_all_ranks(self._mesh):  # the others wait here, on a socket

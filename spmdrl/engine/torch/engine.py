@@ -116,6 +116,7 @@ class TorchEngine(RolloutEngine):
 
     @classmethod
     def start_sender(cls, run: Launch[Config]) -> RolloutEngine:
+        """Start the proxy on a rank that trains; its digests are those of weights in the compute dtype."""
         weights = run.meshes.weights
         return RemoteEngine(
             run.plan,
@@ -266,6 +267,7 @@ class TorchEngine(RolloutEngine):
         return not self._missing
 
     def load_adapters(self, adapters: AdapterVersion) -> list[str]:
+        """Copy a version next to those in use; returns the tensors that differ from what was sent, by name."""
         copies = self.runner.adapters.load(adapters)
         self.version = adapters.version
         self._adapter_refs.add(adapters.version)

@@ -94,6 +94,7 @@ class LinearTarget:
         return (rank, inputs), (outputs, rank)
 
     def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
+        """Add scale * B A x to the layer's output by a hook, so that the layer's own product stays as it is."""
         change = self._change(pair)
 
         def add_change(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -197,6 +198,7 @@ class ExpertsTarget:
         return (count * rank, inputs), (outputs, rank * count)
 
     def install(self, pair: Pair, *, scale: float, is_on: Callable[[], bool]) -> None:
+        """Surround the experts' forward, which then computes with W + scale * B A of this rank's part."""
         assert pair.start is None, "adapters of experts begin at 0"
         a, b = pair.a, pair.b
         count, name = self.weight_shape[0], self._name
