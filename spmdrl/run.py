@@ -95,7 +95,6 @@ class Run(Generic[SettingsT]):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
         return self.world.device
 
     @property

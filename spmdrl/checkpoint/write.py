@@ -236,7 +236,6 @@ class _Writing:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread."""
         self._thread.join(timeout_s)
 
     def _run(self, write: Callable[[], None]) -> None:

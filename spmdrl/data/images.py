@@ -72,7 +72,6 @@ class ImageFile:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
         if isinstance(self.content, bytes):
             return f"the image of {len(self.content)} bytes"
         return f"the image {shown(self.content)}"

@@ -84,7 +84,6 @@ RowTransform = Callable[[Row], Row]  # what a run makes of a file's row before a
 
 
 def as_written(row: Row) -> Row:
-    """Return the row."""
     return row
 
 

@@ -443,7 +443,6 @@ class AgentClient(Environments):
         return await run.ask(action)
 
     async def end(self, run: AgentRun) -> None:
-        """End a run."""
         self._runs.discard(run)
         await run.close()
 
@@ -475,7 +474,6 @@ class OpenAgent(OpenEpisode):
         self._is_closed = False
 
     def close(self) -> None:
-        """End the command."""
         if not self._is_closed and not self._client.is_closed:
             self._client.submit(self._client.end(self._run))
         self._is_closed = True

@@ -48,7 +48,6 @@ class McpServer:
         return self._session.errors.last_line() if self._session is not None else ""
 
     async def close(self) -> None:
-        """End the server."""
         if self._session is not None:
             await self._session.close()
 

@@ -55,11 +55,9 @@ class FaultFiles:
     """The directory of status files, a `rank_status.RankStatus` each."""
 
     def status_of(self, rank: int) -> Path:
-        """The status file of one rank."""
         return self.statuses / f"rank-{rank}.json"
 
     def log_of(self, rank: int) -> Path:
-        """The log of one rank."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     def flight_record_of(self, rank: int) -> Path:

@@ -69,7 +69,6 @@ def adopt_orphans() -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: when all in it have ended
         os.killpg(group, signal.SIGKILL)
 

@@ -149,12 +149,10 @@ class Heartbeat:
         self.status = dataclasses.replace(self.status, **changes)
 
     def note(self, text: str) -> None:
-        """Write to the rank's log."""
         with contextlib.suppress(OSError):  # a full disk has more important victims
             self.log.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
 
     def write(self) -> None:
-        """Write the status file."""
         with contextlib.suppress(OSError):
             dataclasses.replace(self.status, beat=self._num_beats).write(self.files)
 

@@ -147,9 +147,7 @@ class Process(Protocol):
         """Return its exit code, negative if a signal has ended it; None while it runs."""
         ...
 
-    def terminate(self) -> None:
-        """Send SIGTERM to it."""
-        ...
+    def terminate(self) -> None: ...
 
 
 class Starter(Protocol):

@@ -96,7 +96,7 @@ class Requeue:
     again: bool  # True when it can be started again at once
 
     def text(self) -> str:
-        """Format it for the user."""
+        """Say after which step the run stopped, why, and how it is continued."""
         later = "" if self.again else " with a later run.stop_before"
         given_up = f", step {self.step + 1} was discarded" if self.given_up else ""
         return (

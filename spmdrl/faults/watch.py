@@ -134,7 +134,6 @@ class Watch:
         self.note(f"step {step}")
 
     def note(self, text: str) -> None:
-        """Write to the rank's log."""
         self._heartbeat.note(text)
 
     def note_all(self, lines: Iterable[str], *, show: Callable[[str], None]) -> None:

@@ -168,7 +168,6 @@ def _split_vocabulary(model: PreTrainedModel, tp: DeviceMesh) -> None:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """True for a mixture of experts."""
     return any(".experts." in name for name, _ in model.named_parameters())
 
 

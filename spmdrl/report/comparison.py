@@ -34,7 +34,6 @@ class Line:
 
     @property
     def histories(self) -> list[History]:
-        """The scalars of each run."""
         return [History(run.rows) for run in self.runs]
 
     def band(self, name: str) -> Band:
@@ -134,7 +133,7 @@ def draw_comparison(compared: RunComparison, path: Path) -> None:
 
 
 def comparison_page(compared: RunComparison) -> str:
-    """Write the page."""
+    """Return the page as HTML that needs no other file."""
     return assembled(
         "compare",
         title="Comparison of " + ", ".join(run.name for line in compared.lines for run in line.runs),

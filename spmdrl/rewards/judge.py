@@ -169,7 +169,6 @@ class Cache:
         return self._known.get(key)
 
     def add(self, key: str, answer: str) -> None:
-        """Add an answer."""
         self._write(key, answer)
         self._known[key] = answer
 
@@ -189,7 +188,6 @@ class Cache:
         return answer
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -82,7 +82,6 @@ class PromptGroup:
 
     @property
     def unfinished(self) -> list[Episode]:
-        """The unfinished episodes."""
         return [episode for episode in self.episodes if not episode.is_finished]
 
     @property

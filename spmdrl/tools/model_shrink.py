@@ -130,7 +130,6 @@ def _step(value: float, size: int) -> int:
 
 
 def _fit_others(tiny: dict[str, Any], real: Mapping[str, Any]) -> None:
-    """Set what depends on several sizes."""
     layers, width = tiny["num_hidden_layers"], tiny["hidden_size"]
     if (real.get("sliding_window") or 0) >= (real.get("max_position_embeddings") or math.inf):  # no sequence is as long
         tiny["sliding_window"] = real["sliding_window"]

@@ -188,7 +188,6 @@ _STATE_STYLES = {"running": "bold green", "ended": "bold", "not begun": "dim"}
 
 
 def watch_page(run: Snapshot, *, width: int) -> RenderableType:
-    """Draw the page."""
     parts: list[RenderableType] = [
         draw(run.progress(), title=escaped(run.name), width=width),
         Padding(Group(*_sections(run)), (0, 1)),

@@ -355,7 +355,6 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*others)
 
     def do_GET(self) -> None:
-        """Name the model."""
         if self.path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "spmdrl"}]})
         else:

@@ -257,7 +257,6 @@ class Worker(Generic[LoadedT]):
                     os.write(self._waker, b"\0")
 
     def join(self) -> None:
-        """Wait for the end."""
         self._thread.join()
 
     # In the thread

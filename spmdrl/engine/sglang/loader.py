@@ -275,7 +275,6 @@ class DigestRequests:
         return str(self._folder / f"{number}.names")
 
     def ask(self, number: int, names: Iterable[str]) -> None:
-        """Ask for digests of these weights."""
         Path(self.path(number)).write_text(json.dumps(list(names)), encoding="utf-8")
 
     def take_answers(self) -> dict[str, str]:

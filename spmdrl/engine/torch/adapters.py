@@ -32,7 +32,6 @@ class AdapterBank:
 
     @property
     def versions(self) -> Collection[int]:
-        """The versions that are loaded."""
         return self._loaded.keys()
 
     def load(self, adapters: AdapterVersion) -> AdapterVersion:
@@ -56,7 +55,6 @@ class AdapterBank:
         return own
 
     def drop(self, version: int) -> None:
-        """Free the adapters of a version."""
         del self._loaded[version]
 
     def choose(self, runs: Iterable[tuple[int, int]]) -> None:

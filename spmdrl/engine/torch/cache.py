@@ -55,7 +55,6 @@ class RowContents:
 
     @property
     def num_bytes(self) -> int:
-        """Its memory."""
         of_layers = (*self.keys_values.values(), *self.states.values())
         return sum(tensor.nbytes for of_layer in of_layers for tensor in of_layer)
 
@@ -123,7 +122,6 @@ class RowCache:
 
     @torch.inference_mode()
     def contents(self, row: int) -> RowContents:
-        """Copy a row."""
         return RowContents(self._keys_values.contents(row), self._states.contents(row))
 
     def begin_decode(self, attend_to_cache: AttendToCache) -> tuple[LayerInputs, DecodeTokens, Tensor]:
