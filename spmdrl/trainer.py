@@ -24,7 +24,7 @@ import torch
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import Metrics, merge_all, scalars
 from spmdrl.algo.seeds import mix
-from spmdrl.algo.segments import on_tokens
+from spmdrl.algo.sequences import on_tokens
 from spmdrl.config import Config, read_config
 from spmdrl.config.plan import router_lines
 from spmdrl.dist.collectives import gather_objects, merge_over

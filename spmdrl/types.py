@@ -285,7 +285,7 @@ class Rollout:
     seed: int
     trajectories: tuple[Trajectory, ...]
     end: EpisodeEnd
-    greeting: Observation | None = None  # the environment's first observation
+    initial_observation: Observation | None = None  # the environment's first observation
     failure: str | None = None  # why the environment failed, where `end` says that it did
     is_masked: bool = False  # not trained on: see `environment.masked_ends`
     is_baseline: bool = False  # sampled greedily, for comparison with the others of its group; not trained on
@@ -318,7 +318,7 @@ class Rollout:
     @property
     def observations(self) -> tuple[Observation, ...]:
         """All observations of the environment, in order."""
-        said = (self.greeting, *(turn.observation for turn in self.turns))
+        said = (self.initial_observation, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in said if observation is not None)
 
     @property
@@ -386,14 +386,14 @@ class Sequence:
     """One trajectory as training sees it, n tokens; every list has n entries, except for the turns."""
 
     index: int  # place of its rollout in the step's global order
-    part: int = 0  # place among the trajectories of its rollout
+    segment: int = 0  # place among the trajectories of its rollout
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True where the policy chose the token and it is to be trained
     rollout_logprobs: tuple[float, ...]  # nats, 0 outside loss_mask
     reward: float  # of the whole rollout
     baseline_reward: float = math.nan  # of its prompt's greedy response; nan where there is none
     turns: tuple[TurnSpan, ...] = ()  # in order; none in fine-tuning
-    earned: float = 0.0  # the rewards of the turns of the parts before this one
+    prior_turn_rewards: float = 0.0  # the rewards of the turns of the segments before this one
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     teacher: int = NO_TEACHER  # place of its teacher in the settings
     algorithm: int = 0  # place of its data source's algorithm in `Config.algorithms`
@@ -404,7 +404,7 @@ class Sequence:
     @property
     def place(self) -> Place:
         """The place of its rollout, and its own among the rollout's."""
-        return self.index, self.part
+        return self.index, self.segment
 
     @property
     def observation_spans(self) -> list[tuple[int, int]]:
@@ -480,9 +480,9 @@ class MicroBatch:
     distill_weights: Tensor | None = None
     after_refit: Tensor | None = None  # [T] bool, sampled by newer weights than their response's beginning; None: none
     sequence_index: tuple[int, ...] = ()  # [S] each rollout's place in the step's global order, or PADDING_INDEX
-    sequence_part: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
+    sequence_segment: tuple[int, ...] = ()  # [S] place of each sequence among those of its rollout
     turns: tuple[tuple[TurnSpan, ...], ...] = ()  # [S] each sequence's, counted from its own first token
-    earned: tuple[float, ...] = ()  # [S] the rewards of the turns of the parts before
+    prior_turn_rewards: tuple[float, ...] = ()  # [S] the rewards of the turns of the segments before
     images: tuple[ImageSpan, ...] = ()  # among its tokens, in order
     sequence_teacher: tuple[int, ...] = ()  # [S] place of each sequence's teacher in the settings, or NO_TEACHER
     sequence_algorithm: tuple[int, ...] = ()  # [S] place of each sequence's algorithm in `Config.algorithms`
@@ -517,7 +517,7 @@ class MicroBatch:
     returns: Tensor | None = None  # [T] float32, what the critic learns; None without one
 
     # corrections: `step/correction.py` and `learn/correction.py`
-    chosen: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for other losses
+    cov_selected: Tensor | None = None  # [T] bool, the tokens that clip_cov and kl_cov treat apart; None for others
     # [T] float64, makes the mean of the mismatch weights over the mini-batch 1; None where none is asked for.
     mismatch_scale: Tensor | None = None
 
@@ -531,7 +531,7 @@ class MicroBatch:
     @property
     def places(self) -> list[Place]:
         """Places of its sequences, [S]; the index of padding is PADDING_INDEX."""
-        return list(zip(self.sequence_index, self.sequence_part, strict=True))
+        return list(zip(self.sequence_index, self.sequence_segment, strict=True))
 
     @property
     def predicted(self) -> Tensor:

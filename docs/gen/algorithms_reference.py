@@ -175,7 +175,7 @@ def _section(title: str, text: str, formulas: Mapping[str, Described]) -> Iterat
     yield "| name | formula | settings | source | when to use it |"
     yield "|---|---|---|---|---|"
     for name, formula in formulas.items():
-        settings = {**formula.settings, **(formula.choice if isinstance(formula, LossKind) else {})}
+        settings = {**formula.settings, **(formula.cov_selection if isinstance(formula, LossKind) else {})}
         written = ", ".join(
             f"`{key} = {_toml(value)}`" if value is not None else f"`{key}`" for key, value in settings.items()
         )

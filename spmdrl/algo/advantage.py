@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmdrl.algo.segments import discounted_sums, on_tokens, sequence_of_token, sequence_sums
+from spmdrl.algo.sequences import discounted_sums, on_tokens, sequence_of_token, sequence_sums
 from spmdrl.types import UserError
 
 EPS = 1e-6  # added to a deviation before dividing by it; in the units of the reward

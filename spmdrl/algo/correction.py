@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from spmdrl.algo.segments import on_tokens, sequence_sums
+from spmdrl.algo.sequences import on_tokens, sequence_sums
 
 
 def log_weights(mismatch: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, *, level: str) -> Tensor:

@@ -70,9 +70,9 @@ class LossKind(Named):
 
     per_sequence: bool = False  # it knows one advantage a sequence
     off_policy_only: bool = False  # it does nothing of its own while the policy is the one that sampled
-    # Whose tokens are chosen over the whole mini-batch: (covariance, seeds, positions), each [N], to priorities [N].
+    # Whose tokens are selected over the whole mini-batch: (covariance, seeds, positions), each [N], to priorities [N].
     prioritise_name: str | None = None
-    choice: Mapping[str, float] = field(default_factory=dict)  # cov_fraction, and the keyword arguments of prioritise
+    cov_selection: Mapping[str, float] = field(default_factory=dict)  # cov_fraction, and arguments of prioritise
 
     @property
     def prioritise(self) -> Callable[..., Any] | None:
@@ -250,23 +250,23 @@ POLICY_LOSSES: dict[str, LossKind] = {
     ),
     "clip_cov": LossKind(
         name="spmdrl.algo.losses:clip_cov",
-        needs=("logprobs", "old_logprobs", "advantages", "loss_mask", "chosen"),
+        needs=("logprobs", "old_logprobs", "advantages", "loss_mask", "cov_selected"),
         text="`ppo`; 0 at cov_fraction of the tokens, chosen at random among those with cov_low < cov < cov_high",
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are left out at random.",
         settings={"clip_low": 0.2, "clip_high": 0.2},
         prioritise_name="spmdrl.algo.losses:random_priorities",
-        choice={"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+        cov_selection={"cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
     ),
     "kl_cov": LossKind(
         name="spmdrl.algo.losses:kl_cov",
-        needs=("logprobs", "old_logprobs", "advantages", "loss_mask", "chosen"),
+        needs=("logprobs", "old_logprobs", "advantages", "loss_mask", "cov_selected"),
         text="-ratio A; + cov_kl_coef abs(d) at the cov_fraction of tokens with the greatest cov",
         source="arXiv:2505.22617",
         when="Entropy collapses: the tokens that lower it most are held back.",
         settings={"cov_kl_coef": 1.0},
         prioritise_name="spmdrl.algo.losses:greatest_first",
-        choice={"cov_fraction": 2e-3},
+        cov_selection={"cov_fraction": 2e-3},
         off_policy_only=True,
     ),
     "dppo_tv": LossKind(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.formula import Divergence, Formula
-from spmdrl.algo.segments import expert_imbalance
+from spmdrl.algo.sequences import expert_imbalance
 
 _SMALLEST_REST = 1e-7  # of a probability that is 1 less a float32 sum
 _MAX_LOG_RATIO = 80.0  # what exceeds it changes nothing in float32; exp of it does not overflow

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmdrl.algo.formula import Formula
 from spmdrl.algo.seeds import uniform
-from spmdrl.algo.segments import sequence_means
+from spmdrl.algo.sequences import sequence_means
 
 # From per-token losses to one loss: the weight of a token, with the global denominator already inside.
 
@@ -133,7 +133,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) 
 #
 # J. Cui and others, "The Entropy Mechanism of Reinforcement Learning", arXiv:2505.22617. The source takes means and
 # ranks within a micro-batch; here both are of the whole mini-batch on all ranks, from the log-probabilities before
-# its update, so that the choice does not depend on how the mini-batch was cut.
+# its update, so that the selection does not depend on how the mini-batch was cut.
 
 
 def covariances(old_logprobs: Tensor, advantages: Tensor, *, mean_logprob: float, mean_advantage: float) -> Tensor:
@@ -157,8 +157,8 @@ def random_priorities(
     return torch.where((covariance > cov_low) & (covariance < cov_high), random, -torch.inf)
 
 
-def num_chosen(num_tokens: int, fraction: float) -> int:
-    """How many of a mini-batch's tokens are chosen: at least 1 where there are any."""
+def num_selected(num_tokens: int, fraction: float) -> int:
+    """How many of a mini-batch's tokens are selected: at least 1 where there are any."""
     return min(num_tokens, max(1, math.floor(num_tokens * fraction)))
 
 
@@ -167,10 +167,10 @@ def highest(priorities: Tensor, count: int) -> Tensor:
     return priorities.topk(min(count, len(priorities))).values
 
 
-def chosen_tokens(priorities: Tensor, threshold: float) -> Tensor:
+def selected_tokens(priorities: Tensor, threshold: float) -> Tensor:
     """[N] bool, True where a priority is at least the threshold, which is the whole's count-th highest; never at -inf.
 
-    Equal priorities are chosen together, so there may be more than count.
+    Equal priorities are selected together, so there may be more than count.
     """
     return (priorities >= threshold) & (priorities > -torch.inf)
 
@@ -296,17 +296,17 @@ def clip_cov(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    chosen: Tensor,
+    cov_selected: Tensor,
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO's loss, but 0 and without gradient at chosen [T] bool, Clip-Cov arXiv:2505.22617.
+    """PPO's loss, but 0 and without gradient at cov_selected [T] bool, Clip-Cov arXiv:2505.22617.
 
-    `random_priorities` says which tokens are chosen.
+    `random_priorities` says which tokens are selected.
     """
     loss = ppo(logprobs, old_logprobs, advantages, loss_mask, clip_low=clip_low, clip_high=clip_high)
-    chosen = chosen & loss_mask
-    return PolicyLoss(torch.where(chosen, 0.0, loss.per_token), loss.clipped | chosen, loss.ratio)
+    cov_selected = cov_selected & loss_mask
+    return PolicyLoss(torch.where(cov_selected, 0.0, loss.per_token), loss.clipped | cov_selected, loss.ratio)
 
 
 def kl_cov(
@@ -315,16 +315,16 @@ def kl_cov(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    chosen: Tensor,
+    cov_selected: Tensor,
     cov_kl_coef: float,
 ) -> PolicyLoss:
-    """-ratio A, and at chosen [T] bool + cov_kl_coef |logprobs - old_logprobs|, KL-Cov arXiv:2505.22617.
+    """-ratio A, and at cov_selected [T] bool + cov_kl_coef |logprobs - old_logprobs|, KL-Cov arXiv:2505.22617.
 
-    Nothing is clipped. The chosen tokens are those of the greatest covariance, see `covariances`.
+    Nothing is clipped. The selected tokens are those of the greatest covariance, see `covariances`.
     """
     log_ratio, advantages = at_loss_tokens(logprobs, old_logprobs, advantages, loss_mask)
     ratio = log_ratio.exp()
-    per_token = -ratio * advantages + torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0)
+    per_token = -ratio * advantages + torch.where(cov_selected, cov_kl_coef * log_ratio.abs(), 0.0)
     return PolicyLoss(per_token, torch.zeros_like(loss_mask), ratio.detach())
 
 

@@ -245,7 +245,7 @@ class TokenValue:
     position: int  # its place in the sequence, from 0
     token_ids: tuple[int, ...]  # some of the tokens before it, and itself, the last
     rollout_logprob: float  # nats
-    sequence_part: int = 0  # place of its sequence among those of its rollout
+    sequence_segment: int = 0  # place of its sequence among those of its rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Worst:
 def _size_then_place(token: TokenValue) -> tuple[float, int, int, int]:
     """Sort by size, the greatest first, nan before all others."""
     size = math.inf if math.isnan(token.value) else abs(token.value)
-    return -size, token.sequence_index, token.sequence_part, token.position
+    return -size, token.sequence_index, token.sequence_segment, token.position
 
 
 def _nan_or(choose: Callable[[float, float], float], one: float, other: float) -> float:

@@ -28,7 +28,7 @@ from spmdrl.config.errors import field_mistakes
 
 # Settings that only some estimators, or only some losses, have.
 OF_ESTIMATORS = {"params"} | {name for one in ESTIMATORS.values() for name in one.settings}
-OF_LOSSES = {"params"} | {name for one in POLICY_LOSSES.values() for name in (*one.settings, *one.choice)}
+OF_LOSSES = {"params"} | {name for one in POLICY_LOSSES.values() for name in (*one.settings, *one.cov_selection)}
 
 
 def _known(name: str, names: Iterable[str]) -> str:
@@ -174,9 +174,9 @@ class LossConfig(Section):
         return {"aggregation": self.aggregation, "environment_coef": self.environment_coef}
 
     @property
-    def choice(self) -> dict[str, Any]:
-        """Settings that choose tokens over the whole mini-batch; empty when the loss chooses none."""
-        return {} if self.formula is None else with_defaults(self, self.formula.choice)
+    def cov_selection(self) -> dict[str, Any]:
+        """Settings that select tokens over the whole mini-batch; empty when the loss selects none."""
+        return {} if self.formula is None else with_defaults(self, self.formula.cov_selection)
 
     @property
     def is_custom(self) -> bool:
@@ -196,7 +196,7 @@ class LossConfig(Section):
 
 @rule(LossConfig)
 def settings_belong_to_the_loss(loss: LossConfig) -> Iterator[str]:
-    used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.choice]
+    used = ["params"] if loss.formula is None else [*loss.formula.settings, *loss.formula.cov_selection]
     yield from unused_settings(loss, sorted(OF_LOSSES - set(used)), f'kind = "{loss.kind}"')
 
 
@@ -235,10 +235,10 @@ def entropy_target_needs_a_bonus(loss: LossConfig) -> Iterator[str]:
 
 @rule(LossConfig)
 def cov_low_is_below_cov_high(loss: LossConfig) -> Iterator[str]:
-    if loss.kind == "clip_cov" and loss.choice["cov_low"] >= loss.choice["cov_high"]:
+    if loss.kind == "clip_cov" and loss.cov_selection["cov_low"] >= loss.cov_selection["cov_high"]:
         yield (
-            f"cov_low = {loss.choice['cov_low']:g} leaves no covariance below cov_high = "
-            f"{loss.choice['cov_high']:g}; set it lower"
+            f"cov_low = {loss.cov_selection['cov_low']:g} leaves no covariance below cov_high = "
+            f"{loss.cov_selection['cov_high']:g}; set it lower"
         )
 
 

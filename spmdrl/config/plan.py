@@ -296,7 +296,7 @@ def needs_old_logprobs(
     """True when a step takes a pass for the trainer's log-probabilities before its updates."""
     if correction.old == "rollout":
         return False
-    return num_updates > 1 or needs_global_stats(correction) or penalizes_divergence or bool(loss.choice)
+    return num_updates > 1 or needs_global_stats(correction) or penalizes_divergence or bool(loss.cov_selection)
 
 
 def takes_old_pass(cfg: Config, *, num_updates: int) -> bool:

@@ -25,7 +25,7 @@ class SequenceInfo:
     """Size, place and rewards of one sequence; every rank has those of all sequences of the step."""
 
     index: int  # place of its rollout in the step's global order
-    part: int = 0  # place among the trajectories of its rollout
+    segment: int = 0  # place among the trajectories of its rollout
     num_tokens: int
     num_loss_tokens: int
     num_read_tokens: int = 0  # those of its `observation_spans`
@@ -34,7 +34,7 @@ class SequenceInfo:
     rank: int  # rank of the mesh
     reward: float = 0.0
     baseline_reward: float = math.nan  # nan where there is none
-    earned: float = 0.0  # the rewards of the turns of the parts before
+    prior_turn_rewards: float = 0.0  # the rewards of the turns of the segments before
     teacher: int = NO_TEACHER  # its place in the settings
     algorithm: int = 0  # its place in the settings
     num_hinted: int = 0  # tokens of its hint
@@ -51,7 +51,7 @@ class SequenceInfo:
         num_layers, num_chosen = (0, 0) if sequence.routes is None else sequence.routes.shape[1:]
         return cls(
             index=sequence.index,
-            part=sequence.part,
+            segment=sequence.segment,
             num_tokens=len(sequence.token_ids),
             num_loss_tokens=sum(sequence.loss_mask),
             num_read_tokens=sum(end - start for start, end in sequence.observation_spans),
@@ -60,7 +60,7 @@ class SequenceInfo:
             rank=rank,
             reward=sequence.reward,
             baseline_reward=sequence.baseline_reward,
-            earned=sequence.earned,
+            prior_turn_rewards=sequence.prior_turn_rewards,
             teacher=sequence.teacher,
             algorithm=sequence.algorithm,
             num_hinted=len(sequence.hint.token_ids),
@@ -73,7 +73,7 @@ class SequenceInfo:
     @property
     def place(self) -> Place:
         """The place of its rollout, and its own among the rollout's."""
-        return self.index, self.part
+        return self.index, self.segment
 
     @property
     def num_whole(self) -> int:
@@ -242,7 +242,7 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
     of_hint, of_turns, of_images = whole[2 * n :].split(widths)
     return Sequence(
         index=info.index,
-        part=info.part,
+        segment=info.segment,
         token_ids=tuple(tokens),
         loss_mask=tuple(map(bool, mask)),
         rollout_logprobs=tuple(logprobs),
@@ -261,7 +261,7 @@ def _sequence(info: SequenceInfo, whole: Tensor, logprobs: list[float]) -> Seque
             )
             for number, start, end, state, role, team, newest, reward in of_turns.view(-1, _TURN_WIDTH).tolist()
         ),
-        earned=info.earned,
+        prior_turn_rewards=info.prior_turn_rewards,
         teacher=info.teacher,
         algorithm=info.algorithm,
         hint=Hint(info.num_replaced, tuple(of_hint.tolist())),

@@ -415,11 +415,11 @@ class AgentClient(Environments):
         self,
         start: EpisodeStart,
         history: Sequence[tuple[Action, Observation]] = (),
-        greeting: Observation | None = None,
+        initial_observation: Observation | None = None,
     ) -> OpenAgent:
-        """Open an episode. With a greeting, the command runs again up to the end of the history."""
-        assert greeting is not None or not history, "an episode begins with a reset"
-        log: Log = [] if greeting is None else [(None, greeting), *history]
+        """Open an episode. With an initial observation, the command runs again up to the end of the history."""
+        assert initial_observation is not None or not history, "an episode begins with a reset"
+        log: Log = [] if initial_observation is None else [(None, initial_observation), *history]
         return OpenAgent(self, AgentRun(self._agent, start, log))
 
     def close(self) -> None:

@@ -104,15 +104,16 @@ class EnvironmentClient(Environments):
         self,
         start: EpisodeStart,
         history: Sequence[tuple[Action, Observation]] = (),
-        greeting: Observation | None = None,
+        initial_observation: Observation | None = None,
     ) -> OpenEnvironment:
         """Open the environment of an episode, in the process that has fewest.
 
-        With a greeting, the answer to its reset, it is replayed up to the end of its history. If that does not give
-        the same observations, the next request fails.
+        With an initial observation, the answer to its reset, it is replayed up to the end of its history. If that does
+        not give the same observations, the next request fails.
         """
-        assert greeting is not None or not history, "an episode begins with a reset"
-        session = EnvSession(next(self._numbers), start, [] if greeting is None else [(None, greeting), *history], self)
+        assert initial_observation is not None or not history, "an episode begins with a reset"
+        log = [] if initial_observation is None else [(None, initial_observation), *history]
+        session = EnvSession(next(self._numbers), start, log, self)
         self._workers.open(session)  # what has a history is replayed from now on
         return OpenEnvironment(session, self._workers)
 

@@ -123,9 +123,9 @@ class Environments(AbstractContextManager["Environments"]):
         self,
         start: EpisodeStart,
         history: Sequence[tuple[Action, Observation]] = (),
-        greeting: Observation | None = None,
+        initial_observation: Observation | None = None,
     ) -> OpenEpisode:
-        """Open an episode. With a greeting, it is replayed up to the end of its history."""
+        """Open an episode. With an initial observation, it is replayed up to the end of its history."""
         raise NotImplementedError
 
     def close(self) -> None:

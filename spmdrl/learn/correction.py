@@ -18,7 +18,7 @@ from torch import Tensor
 from spmdrl.algo.correction import bounded_weights, log_weights, off_policy_sequences, outside, vetoed, weight_sums
 from spmdrl.algo.losses import Mismatch, token_weights
 from spmdrl.algo.metrics import MAX_WORST, Deferred, EffectiveFraction, TokenValue, Worst
-from spmdrl.algo.segments import on_tokens, sequence_sums
+from spmdrl.algo.sequences import on_tokens, sequence_sums
 from spmdrl.config import CorrectionConfig, MismatchLimits
 from spmdrl.types import MicroBatch
 
@@ -75,7 +75,7 @@ def worst_of(values: Tensor, micro_batch: MicroBatch) -> Deferred:
     columns = [size, values[places], sequences, micro_batch.positions[places], micro_batch.rollout_logprobs[places]]
     numbers = torch.cat([torch.stack([column.double() for column in columns], 1), context.double()], 1)
     # Not the micro-batch, whose tensors and images would stay on the device until the metrics are fetched.
-    return Deferred(numbers, partial(_worst, micro_batch.sequence_index, micro_batch.sequence_part))
+    return Deferred(numbers, partial(_worst, micro_batch.sequence_index, micro_batch.sequence_segment))
 
 
 def _worst(indices: tuple[int, ...], parts: tuple[int, ...], numbers: list[float]) -> Worst:
@@ -90,7 +90,7 @@ def _worst(indices: tuple[int, ...], parts: tuple[int, ...], numbers: list[float
             TokenValue(
                 value=value,
                 sequence_index=indices[sequence] if indices else sequence,
-                sequence_part=parts[sequence] if parts else 0,
+                sequence_segment=parts[sequence] if parts else 0,
                 position=position,
                 token_ids=tuple(int(token) for token in context[-1 - min(position, CONTEXT_TOKENS - 1) :]),
                 rollout_logprob=rollout_logprob,

@@ -128,9 +128,9 @@ def example_micro_batch(cfg: Config) -> MicroBatch:
         old_logprobs=values - 2.0,
         ref_logprobs=values - 2.0 if cfg.has_reference else None,
         sequence_index=(0, 1),
-        sequence_part=(0, 0),
+        sequence_segment=(0, 0),
         turns=((TurnSpan(number=0, start=1, end=2),), (TurnSpan(number=0, start=1, end=3),)),
-        earned=(0.0, 0.0),
+        prior_turn_rewards=(0.0, 0.0),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.preferences import PairLoss, bradley_terry_loss, preference_loss
-from spmdrl.algo.segments import sequence_sums
+from spmdrl.algo.sequences import sequence_sums
 from spmdrl.config import PairsConfig
 from spmdrl.learn.objective import Objective, ObjectiveFunction
 from spmdrl.model.policy import TokenLogprobs
@@ -21,7 +21,7 @@ class Pairs:
     def __init__(self, micro_batch: MicroBatch) -> None:
         self._cu_seqlens = micro_batch.cu_seqlens
         self._num_sequences = sum(index != PADDING_INDEX for index in micro_batch.sequence_index)
-        assert micro_batch.sequence_part[: self._num_sequences] == (0, 1) * (self._num_sequences // 2), (
+        assert micro_batch.sequence_segment[: self._num_sequences] == (0, 1) * (self._num_sequences // 2), (
             "pairs were divided"
         )
         self._num_tokens = len(micro_batch.token_ids)

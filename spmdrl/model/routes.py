@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from spmdrl.algo.segments import expert_imbalance
+from spmdrl.algo.sequences import expert_imbalance
 
 FREE = -1  # in the place of an expert: there is no record, and the router chooses by itself
 

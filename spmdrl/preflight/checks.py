@@ -86,9 +86,9 @@ def environment_problems(
             'is not called here), or reward its text by a term of kind = "function"'
         )
     (prompt,) = prompts.take(0, 1)
-    greeting = environment.client.check(start_of(prompt, cfg.run.seed))
+    first = environment.client.check(start_of(prompt, cfg.run.seed))
     try:
-        spans_of(greeting, images)
+        spans_of(first, images)
     except UserError as error:
         raise UserError(f"the environment's first reset shows an image: {error}") from error
     if cfg.environment.context is not None and not prompt.messages:
@@ -98,14 +98,14 @@ def environment_problems(
             "[environment.context]"
         )
     by_role = [one.advantage.estimator for one in cfg.algorithms if one.advantage.compares_roles]
-    if by_role and greeting.role is None:
+    if by_role and first.role is None:
         yield (
             f'advantage.estimator = "{by_role[0]}" compares each role with its own, but what the '
             "environment says first names none; let it return Observation(role=...), or an agent call the model "
             "policy/NAME"
         )
-    roles = {message["role"] for message in (*prompt.messages, *greeting.messages)} - {"assistant"}
-    tools = environment.tools if greeting.tools is None else greeting.tools
+    roles = {message["role"] for message in (*prompt.messages, *first.messages)} - {"assistant"}
+    tools = environment.tools if first.tools is None else first.tools
     answers = {"tool" if tools else "user"}
     if isinstance(cfg.environment.context, SummaryContext):
         answers.add("user")  # asks for it

@@ -169,7 +169,7 @@ def _rollout(episode: ShownEpisode, vocabulary: _Vocabulary) -> dict[str, Any]:
     rollout, outcome = episode.rollout, episode.outcome
     trajectories = zip(rollout.trajectories, episode.mismatch, strict=True)
     # A later trajectory begins with the conversation so far.
-    said = [*_by("prompt", rollout.prompt.messages), *_said(rollout.greeting)]
+    said = [*_by("prompt", rollout.prompt.messages), *_said(rollout.initial_observation)]
     shown = []
     for trajectory, mismatch in trajectories:
         shown.append(_trajectory(trajectory, mismatch, said, vocabulary))

@@ -32,7 +32,7 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
     return [
         {
             "sequence_index": token.sequence_index,
-            **({"sequence_part": token.sequence_part} if token.sequence_part else {}),
+            **({"sequence_part": token.sequence_segment} if token.sequence_segment else {}),
             "position": token.position,
             "token_id": token.token_ids[-1],
             "token": tokenizer.decode(token.token_ids[-1:]),
@@ -75,7 +75,7 @@ def _row(
 
 
 def _has_environment(rollout: Rollout) -> bool:
-    return rollout.greeting is not None or rollout.failure is not None or any(turn.action for turn in rollout.turns)
+    return bool(rollout.observations) or rollout.failure is not None or any(turn.action for turn in rollout.turns)
 
 
 def _conversation(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

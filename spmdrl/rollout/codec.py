@@ -11,9 +11,11 @@ from spmdrl.conversation import Action, Observation
 from spmdrl.types import ImageSpan, Prompt
 
 T = TypeVar("T")
+# Keys in files that are not the names of fields: older runs have written them.
+_KEYS = {"initial_observation": "greeting", "sequence_segment": "sequence_part"}
 # An infinity or nan stays a number. Not strict: a list may be a tuple, and a dictionary a dataclass. Not by
 # `validate_json`, which takes no half of a surrogate pair; a policy may write one into the arguments of a call.
-_CONFIG = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+_CONFIG = ConfigDict(extra="forbid", ser_json_inf_nan="constants", alias_generator=lambda name: _KEYS.get(name, name))
 
 
 class Codec(Generic[T]):
@@ -25,7 +27,7 @@ class Codec(Generic[T]):
 
     def dump(self, value: T) -> Any:
         """Convert a value to JSON's types."""
-        return self._adapter.dump_python((value,), mode="json")[0]
+        return self._adapter.dump_python((value,), mode="json", by_alias=True)[0]
 
     def load(self, dumped: Any) -> T:
         """Restore what `dump` made, or JSON of that. Raises ValueError where it is of another form."""

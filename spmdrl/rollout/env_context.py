@@ -45,14 +45,14 @@ class EnvContext:
     images: ImageIntake = NO_IMAGES  # what becomes of images that environments show
     needs_roles: bool = False  # observations must name the role in which the policy acts
 
-    def open(self, prompt: Prompt, turns: Sequence[Turn], greeting: Observation | None) -> OpenEpisode:
+    def open(self, prompt: Prompt, turns: Sequence[Turn], initial_observation: Observation | None) -> OpenEpisode:
         """Open an environment for a prompt; it replays what an episode has seen of it first."""
         history = [
             (turn.action, turn.observation)
             for turn in turns
             if turn.action is not None and turn.observation is not None
         ]
-        return self.client.open(start_of(prompt, self.run_seed), history, greeting)
+        return self.client.open(start_of(prompt, self.run_seed), history, initial_observation)
 
 
 def open_env_context(

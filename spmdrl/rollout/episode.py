@@ -66,7 +66,7 @@ class SavedEpisode:
     context_ids: tuple[int, ...] | None
     context_images: tuple[ImageSpan, ...]
     response: Response
-    greeting: Observation | None
+    initial_observation: Observation | None
     end: EpisodeEnd
     failure: str | None
     num_left_out: int = 0
@@ -97,7 +97,7 @@ class Episode:
     context_ids: tuple[int, ...] | None = None  # new since the turn before; None: the environment is asked
     context_images: tuple[ImageSpan, ...] = ()  # among context_ids, counted from the trajectory's first token
     response: Response = EMPTY_RESPONSE  # the one that is being sampled, as far as it is there
-    greeting: Observation | None = None
+    initial_observation: Observation | None = None
     end: EpisodeEnd = "abort"
     failure: str | None = None
     num_left_out: int = 0  # turns, the first ones without summaries, that do not stand whole any more
@@ -141,7 +141,7 @@ class Episode:
             self.state = EpisodeState.SAMPLING
             return
         if self._environment is None:
-            self._environment = self.env_context.open(self.prompt, self.turns, self.greeting)
+            self._environment = self.env_context.open(self.prompt, self.turns, self.initial_observation)
         if self.state is EpisodeState.NEW:
             self._await(self._environment.reset())
             self.state = EpisodeState.RESETTING
@@ -158,7 +158,7 @@ class Episode:
             setattr(self, name, getattr(saved, name))
         if self.end != "abort":
             self.state = EpisodeState.FINISHED
-        elif self.greeting is not None:
+        elif self.initial_observation is not None:
             is_sampled = self.response.finish_reason != "abort"
             self.state = EpisodeState.STEPPING if is_sampled else EpisodeState.SAMPLING
 
@@ -232,7 +232,7 @@ class Episode:
             seed=self.seed,
             trajectories=trajectories,
             end=self.end,
-            greeting=self.greeting,
+            initial_observation=self.initial_observation,
             failure=self.failure,
             is_masked=self.env_context is not None and self.end in self.env_context.cfg.masked_ends,
             is_baseline=self.is_baseline,
@@ -285,24 +285,24 @@ class Episode:
             num_tokens=len(self.response.token_ids),
         )
 
-    def _on_reset(self, greeting: Observation) -> None:
-        reason, self.greeting = self._wrong_roles(greeting), greeting
+    def _on_reset(self, observation: Observation) -> None:
+        reason, self.initial_observation = self._wrong_roles(observation), observation
         if reason is not None:
             self._fail(reason)
-        elif greeting.done:
+        elif observation.done:
             self._fail("the environment was over after its reset")
-        elif greeting.branch is not None:
-            self._branch(greeting.branch, greeting)
-        elif greeting.messages:
-            self._begin_turn(*self._prompt_with(greeting))
+        elif observation.branch is not None:
+            self._branch(observation.branch, observation)
+        elif observation.messages:
+            self._begin_turn(*self._prompt_with(observation))
         else:
             self._begin_turn(self.prompt.token_ids, self.prompt.images)
 
-    def _prompt_with(self, greeting: Observation) -> EncodedContext:
+    def _prompt_with(self, observation: Observation) -> EncodedContext:
         """Return the prompt's tokens with what the environment says first."""
         assert self.env_context is not None
         if not self.prompt.messages:  # a raw prompt, which no template has rendered
-            return self.prompt.token_ids + self.env_context.encoder.appended(greeting.messages, after=()), ()
+            return self.prompt.token_ids + self.env_context.encoder.appended(observation.messages, after=()), ()
         return self._render(self._opening())
 
     def _wrong_roles(self, observation: Observation) -> str | None:
@@ -445,18 +445,18 @@ class Episode:
         return self._render(messages)
 
     def _opening(self) -> list[Message]:
-        """The messages before the first response; a user's greeting continues the prompt's last message, as many
-        templates refuse two messages of one role in a row."""
-        own, greeting = list(self.prompt.messages), list(self.greeting.messages if self.greeting else ())
-        if own and greeting and own[-1]["role"] == greeting[0]["role"]:
-            last, first = own.pop(), greeting.pop(0)
-            return [*own, last | {"content": joined(last["content"], first["content"])}, *greeting]
-        return [*own, *greeting]
+        """The messages before the first response; a user's from the environment continues the prompt's last message, as
+        many templates refuse two messages of one role in a row."""
+        own, read = [*self.prompt.messages], [*(self.initial_observation.messages if self.initial_observation else ())]
+        if own and read and own[-1]["role"] == read[0]["role"]:
+            last, first = own.pop(), read.pop(0)
+            return [*own, last | {"content": joined(last["content"], first["content"])}, *read]
+        return [*own, *read]
 
     @property
     def _observations(self) -> tuple[Observation, ...]:
         """All observations of the environment, in order."""
-        answers = (self.greeting, *(turn.observation for turn in self.turns))
+        answers = (self.initial_observation, *(turn.observation for turn in self.turns))
         return tuple(observation for observation in answers if observation is not None)
 
     def _encode_observation(self, observation: Observation) -> EncodedContext:
@@ -489,7 +489,7 @@ class Episode:
     @property
     def _asked_tokens(self) -> int | None:
         """The limit of the next response that an agent has asked for."""
-        last = self.turns[-1].observation if self.turns else self.greeting
+        last = self.turns[-1].observation if self.turns else self.initial_observation
         return last.max_tokens if last is not None else None
 
     @property

@@ -239,7 +239,7 @@ def _tensors(recording: Recording) -> dict[str, Tensor]:
                 "turn_images": [IMAGES.dump(turn.images) for turn in turns],
                 "ends": [rollout.end for rollout in rollouts],
                 "environment_failures": [rollout.failure for rollout in rollouts],
-                "greetings": OBSERVATIONS.dump([rollout.greeting for rollout in rollouts]),
+                "greetings": OBSERVATIONS.dump([rollout.initial_observation for rollout in rollouts]),
                 "finish_reasons": [response.finish_reason for response in responses],
                 "actions": ACTIONS.dump([turn.action for turn in turns]),
                 "observations": OBSERVATIONS.dump([turn.observation for turn in turns]),
@@ -276,12 +276,12 @@ def _outcomes(tensors: Mapping[str, Tensor]) -> Iterator[Rewarded]:
             seed=seed,
             trajectories=tuple(of_rollout),
             end=end,
-            greeting=greeting,
+            initial_observation=observation,
             failure=failure,
             is_masked=bool(is_masked),
             is_baseline=bool(is_baseline),
         )
-        for prompt_id, sample_index, seed, is_masked, is_baseline, of_rollout, end, greeting, failure in zip(
+        for prompt_id, sample_index, seed, is_masked, is_baseline, of_rollout, end, observation, failure in zip(
             *(columns[name] for name in ("prompt_of", "sample_index", "seed", "is_masked", "is_baseline")),
             _cut(trajectories, columns["num_trajectories"]),
             texts["ends"],

@@ -22,7 +22,7 @@ from spmdrl.algo.formula import Estimator
 from spmdrl.algo.kl import kl_at_loss_tokens
 from spmdrl.algo.losses import fit_sums
 from spmdrl.algo.metrics import ExplainedVariance, Mean, Metric, Metrics, merge_all
-from spmdrl.algo.segments import on_tokens, sequence_sums
+from spmdrl.algo.sequences import on_tokens, sequence_sums
 from spmdrl.config import AdvantageConfig, Config
 from spmdrl.dist.collectives import gather_rows, raise_on_all_ranks, sum_over
 from spmdrl.dist.mesh import Meshes

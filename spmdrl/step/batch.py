@@ -135,33 +135,33 @@ def _sequences_of(
 ) -> Iterator[Sequence]:
     """Yield a sequence for each trajectory of a rollout, of which only what the policy sampled is trained; it `needs`
     routes and candidates or not."""
-    rollout, earned, (needs_routes, needs_candidates) = rewarded.rollout, 0.0, needs
+    rollout, prior_turn_rewards, (needs_routes, needs_candidates) = rewarded.rollout, 0.0, needs
     teacher, hint = label(rollout.prompt, feedback_of(rollout))
     _require_finite_logprobs(rollout)
     if rewarded.outcome.failure is not None:  # the reward is 0, and so are its parts
         turn_weight = 0.0
     of_parts = zip(rollout.trajectories, turn_spans(rollout, turn_weight), strict=True)
-    for part, (trajectory, turns) in enumerate(of_parts):
+    for segment, (trajectory, turns) in enumerate(of_parts):
         token_ids = trajectory.token_ids
         loss_mask = (False,) * len(token_ids) if rollout.is_masked else trajectory.trained
         logprobs = zip(trajectory.logprobs, loss_mask, strict=True)
         yield Sequence(
             index=rewarded.index,
-            part=part,
+            segment=segment,
             token_ids=token_ids,
             loss_mask=loss_mask,
             rollout_logprobs=tuple(logprob if is_trained else 0.0 for logprob, is_trained in logprobs),
             reward=rewarded.compared,
             baseline_reward=rewarded.baseline.reward if rewarded.baseline else math.nan,
             turns=turns,
-            earned=earned,
+            prior_turn_rewards=prior_turn_rewards,
             images=trajectory.images,
             teacher=teacher,
             hint=hint,
             routes=_routes_of(trajectory, rollout) if needs_routes else None,
             candidates=_candidates_of(trajectory, rollout, is_needed=needs_candidates),
         )
-        earned += sum(turn.reward for turn in turns)
+        prior_turn_rewards += sum(turn.reward for turn in turns)
 
 
 def _require_finite_logprobs(rollout: Rollout) -> None:
@@ -355,9 +355,9 @@ def lay_end_to_end(
         rewards=per_token([sequence.reward for sequence in sequences], torch.float64),
         baseline_rewards=per_token([sequence.baseline_reward for sequence in sequences], torch.float64),
         sequence_index=tuple(sequence.index for sequence in sequences),
-        sequence_part=tuple(sequence.part for sequence in sequences),
+        sequence_segment=tuple(sequence.segment for sequence in sequences),
         turns=tuple(sequence.turns for sequence in sequences),
-        earned=tuple(sequence.earned for sequence in sequences),
+        prior_turn_rewards=tuple(sequence.prior_turn_rewards for sequence in sequences),
         images=tuple(
             image.moved(start) for sequence, start in zip(sequences, starts, strict=False) for image in sequence.images
         ),

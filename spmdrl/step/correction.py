@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen
+from spmdrl.algo.losses import covariances, highest, num_selected, selected_tokens
 from spmdrl.algo.seeds import mix
-from spmdrl.algo.segments import on_tokens
+from spmdrl.algo.sequences import on_tokens
 from spmdrl.config import Algorithm, Config, LossConfig
 from spmdrl.config.plan import needs_global_stats
 from spmdrl.dist.collectives import gather_rows, sum_over
@@ -22,37 +22,37 @@ from spmdrl.learn.correction import accepted_counts, accepted_tokens, apply_reje
 from spmdrl.step.batch import Batch
 from spmdrl.types import MicroBatch, MiniBatch
 
-# The tokens that `clip_cov` and `kl_cov` treat apart, chosen over whole mini-batches: see `algo/losses.py`.
+# The tokens that `clip_cov` and `kl_cov` treat apart, selected over whole mini-batches: see `algo/losses.py`.
 
 
 def select_by_covariance(batch: Batch, losses: Sequence[LossConfig], meshes: Meshes, *, seed: int) -> Batch:
-    """Add `chosen`, where one of the losses, one for each algorithm, has a use for it. Every rank that trains must call
-    this.
+    """Add `cov_selected`, where one of the losses, one for each algorithm, has a use for it. Every rank that trains
+    must call this.
 
-    Tokens that a correction has rejected are neither counted nor chosen. With the step's `seed` the choice is the same
-    however the step is cut into micro-batches.
+    Tokens that a correction has rejected are neither counted nor selected. With the step's `seed` the same tokens are
+    selected however the step is cut into micro-batches.
     """
     for place, cfg in enumerate(losses):
-        if not cfg.choice:
+        if not cfg.cov_selection:
             continue
-        chosen = [
-            _with_choice([one.owned_by(place) for one in mini_batch], cfg, meshes.data, seed=mix(seed, number))
+        selected = [
+            _selection([one.owned_by(place) for one in mini_batch], cfg, meshes.data, seed=mix(seed, number))
             if mini_batch
             else []
             for number, mini_batch in enumerate(batch.mini_batches)
         ]
-        both = zip(batch.micro_batches, itertools.chain.from_iterable(chosen), strict=True)
+        both = zip(batch.micro_batches, itertools.chain.from_iterable(selected), strict=True)
         batch = batch.with_micro_batches(
-            micro_batch.with_columns({"chosen": column if micro_batch.chosen is None else micro_batch.chosen | column})
-            for micro_batch, column in both
+            one.with_columns({"cov_selected": column if one.cov_selected is None else one.cov_selected | column})
+            for one, column in both
         )
     return batch
 
 
-def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, seed: int) -> list[Tensor]:
-    """Return the choice among a mini-batch's tokens, [T] bool of each micro-batch."""
+def _selection(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, seed: int) -> list[Tensor]:
+    """Select among a mini-batch's tokens: [T] bool of each micro-batch."""
     assert cfg.formula is not None and cfg.formula.prioritise is not None
-    settings = cfg.choice
+    settings = cfg.cov_selection
     fraction = settings.pop("cov_fraction")
     columns = [_counted_columns(micro_batch, seed) for micro_batch in mini_batch]
     logprobs, advantages, seeds, positions = (torch.cat(column) for column in zip(*columns, strict=True))
@@ -65,11 +65,11 @@ def _with_choice(mini_batch: MiniBatch, cfg: LossConfig, mesh: DeviceMesh, *, se
         mean_advantage=advantage / max(1.0, num_tokens),
     )
     priorities = cfg.formula.prioritise(covariance, seeds, positions, **settings)
-    count = num_chosen(int(num_tokens), fraction)
+    count = num_selected(int(num_tokens), fraction)
     candidates = torch.cat(gather_rows(mesh, highest(priorities, count)[:, None])).flatten()
-    chosen = chosen_tokens(priorities, float(highest(candidates, count)[-1])) if count else priorities > 0
+    selected = selected_tokens(priorities, float(highest(candidates, count)[-1])) if count else priorities > 0
     masks = [_counted(micro_batch) for micro_batch in mini_batch]
-    parts = chosen.split([int(mask.sum()) for mask in masks])
+    parts = selected.split([int(mask.sum()) for mask in masks])
     return [torch.zeros_like(mask).masked_scatter(mask, part) for mask, part in zip(masks, parts, strict=True)]
 
 
@@ -83,7 +83,7 @@ def _counted_columns(micro_batch: MicroBatch, seed: int) -> tuple[Tensor, Tensor
     assert micro_batch.old_logprobs is not None, "covariances are those of the policy before its update"
     assert micro_batch.advantages is not None, "covariances are those of log-probabilities and advantages"
     counted = _counted(micro_batch)
-    of_sequence = torch.tensor([mix(seed, index + (part << 32)) for index, part in micro_batch.places])
+    of_sequence = torch.tensor([mix(seed, index + (segment << 32)) for index, segment in micro_batch.places])
     seeds = on_tokens(of_sequence, micro_batch.cu_seqlens, len(micro_batch.token_ids))
     return (
         micro_batch.old_logprobs.double()[counted],

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.advantage import centre, normalized_terms, overlong_penalty
 from spmdrl.algo.metrics import Correlation, Mean, Metrics, RootMean, Total, Values
-from spmdrl.algo.segments import on_tokens
+from spmdrl.algo.sequences import on_tokens
 from spmdrl.config import Config, RewardConfig
 from spmdrl.conversation import Observation
 from spmdrl.dist.collectives import sum_over
@@ -38,7 +38,7 @@ _SUMMARIZED = "a summary is asked for"  # the state of these turns: what they do
 
 def turn_spans(rollout: Rollout, weight: float) -> Iterator[tuple[TurnSpan, ...]]:
     """Yield the turns of each trajectory; `weight` is what the environment's rewards count in the rollout's."""
-    number, read, rewards = 0, rollout.greeting, _turn_rewards(rollout)
+    number, read, rewards = 0, rollout.initial_observation, _turn_rewards(rollout)
     for trajectory in rollout.trajectories:
         spans = []
         for turn, (start, end) in zip(trajectory.turns, _sampled_spans(trajectory), strict=True):
@@ -75,7 +75,7 @@ def _turn_rewards(rollout: Rollout) -> list[float]:
     """Return the reward of each turn: its observation's, and what its role is given after its last turn."""
     rewards = [0.0] * len(rollout.turns)
     last_turns: dict[str | None, int] = {}
-    read = rollout.greeting
+    read = rollout.initial_observation
     for number, turn in enumerate(rollout.turns):
         last_turns[read.role if read is not None else None] = number
         if turn.observation is not None:
@@ -130,7 +130,7 @@ def rewards_by_turn(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if turn.end > turn.start:
             at_ends[tokens.stop - 1] = turn.reward
     earned = torch.zeros(len(micro_batch.seqlens), dtype=torch.float64)
-    for place, (before, turns) in enumerate(zip(micro_batch.earned, micro_batch.turns, strict=True)):
+    for place, (before, turns) in enumerate(zip(micro_batch.prior_turn_rewards, micro_batch.turns, strict=True)):
         earned[place] = before + sum(turn.reward for turn in turns)
     return torch.where(micro_batch.loss_mask, at_ends, 0.0), on_tokens(earned, micro_batch.cu_seqlens, len(at_ends))
 

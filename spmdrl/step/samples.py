@@ -88,7 +88,7 @@ def _environments_own(observations: Iterable[Sequence[Observation]], prefix: str
 
 
 def _had_environment(rollout: Rollout) -> bool:
-    return rollout.greeting is not None or rollout.failure is not None
+    return rollout.initial_observation is not None or rollout.failure is not None
 
 
 def _has_failed(rollout: Rollout) -> bool:

@@ -131,10 +131,10 @@ def _place(rollout: Rollout) -> Place:
 
 
 def _sequence(place: Place, token_ids: tuple[int, ...]) -> Sequence:
-    index, part = place
+    index, segment = place
     return Sequence(
         index=index,
-        part=part,
+        segment=segment,
         token_ids=token_ids,
         loss_mask=(False,) * (len(token_ids) - 1) + (True,),  # the score is at the last token
         rollout_logprobs=(0.0,) * len(token_ids),

@@ -195,7 +195,7 @@ class ComparisonEncoder:
         when an answer is too long.
         """
         chosen, rejected = self._encode(pair, index), self._encode(replace(pair, exchanges=pair.rejected), index)
-        pair_of_sequences = [replace(chosen, reward=pair.margin), replace(rejected, part=1)]
+        pair_of_sequences = [replace(chosen, reward=pair.margin), replace(rejected, segment=1)]
         if not self._scores:
             return pair_of_sequences
         return [replace(x, loss_mask=(False,) * (len(x.token_ids) - 1) + (True,)) for x in pair_of_sequences]

@@ -264,8 +264,8 @@ def test_sub_agents_have_trajectories_and_rewards_of_their_own(tmp_path: Path) -
 
 def turns_of(rollout: Rollout) -> list[tuple[str, float]]:
     """The role of each turn, of which none acts twice, and what it has earned."""
-    assert rollout.greeting is not None
-    read = [rollout.greeting, *(turn.observation for turn in rollout.turns if turn.observation is not None)]
+    assert rollout.initial_observation is not None
+    read = [rollout.initial_observation, *(turn.observation for turn in rollout.turns if turn.observation is not None)]
     roles = [one.role for one in read if one.role is not None]
     assert roles == ["lead", "solver/1", "solver/2", "solver/3"]
     return [(role, sum(one.role_rewards.get(role, 0.0) for one in read)) for role in roles]

@@ -14,7 +14,7 @@ from spmdrl.learn.correction import effective_fraction, worst_of
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch
-from tests.helpers.corrections import CORRECTIONS, batch, random_columns, settled
+from tests.helpers.corrections import CORRECTIONS, batch, corrected, random_columns
 
 
 def _objective(
@@ -38,7 +38,7 @@ def _objective(
 @pytest.mark.parametrize("settings", CORRECTIONS, ids=str)
 def test_a_correction_on_a_device_is_that_on_the_host(settings: dict[str, Any]) -> None:
     (micro_batch, now), correction = batch(random_columns(), [8])[0], CorrectionConfig(**settings)
-    (micro_batch,) = settled([micro_batch], correction)
+    (micro_batch,) = corrected([micro_batch], correction)
     host, device = (_objective(micro_batch, now, correction, torch.device(kind)) for kind in ("cpu", "cuda"))
     torch.testing.assert_close(device[:2], host[:2], rtol=1e-6, atol=1e-7)
     for name, metric in host[2].items():

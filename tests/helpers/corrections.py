@@ -85,7 +85,7 @@ def micro_batch_of(
         rollout_logprobs=columns["b"],
         old_logprobs=columns["o"],
         sequence_index=tuple(range(first, first + len(rows))),
-        sequence_part=(0,) * len(rows),
+        sequence_segment=(0,) * len(rows),
     )
     return micro_batch, columns["n"].double()
 
@@ -105,7 +105,7 @@ def batch(
     return [micro_batch_of(sequences[a:b], a, weights[a:b]) for a, b in itertools.pairwise(edges)]
 
 
-def settled(
+def corrected(
     micro_batches: list[MicroBatch], correction: CorrectionConfig, aggregation: str = "token_mean"
 ) -> list[MicroBatch]:
     """Settle a correction as `correct` does, with one rank."""

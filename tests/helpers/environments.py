@@ -23,11 +23,11 @@ class FakeEnvironments:
         self,
         step: Step,
         *,
-        greeting: Observation | EnvironmentFailure | None = None,
+        initial_observation: Observation | EnvironmentFailure | None = None,
         delay_s: Callable[[int], float] | None = lambda _: 0.0,
     ) -> None:
         """Answers come from other threads, `delay_s` of the episode's seed and step later; None: at once, from none."""
-        self.step, self.greeting, self.delay_s = step, greeting or Observation(), delay_s
+        self.step, self.initial_observation, self.delay_s = step, initial_observation or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
         self.lock = threading.Lock()
         self.threads = ThreadPoolExecutor(256)
@@ -38,7 +38,7 @@ class FakeEnvironments:
         self,
         start: EpisodeStart,
         history: Sequence[tuple[Action, Observation]] = (),
-        greeting: Observation | None = None,
+        initial_observation: Observation | None = None,
     ) -> FakeEnvironment:
         for number, (action, observation) in enumerate(history):
             assert self.step(start, number, action) == observation
@@ -67,7 +67,7 @@ class FakeEnvironment:
         self._client, self._start, self._number = client, start, number
 
     def reset(self) -> Future[Answer]:
-        return self._answered(lambda: self._client.greeting)
+        return self._answered(lambda: self._client.initial_observation)
 
     def step(self, action: Action) -> Future[Answer]:
         number, self._number = self._number, self._number + 1

@@ -38,7 +38,7 @@ def _episode(rng: random.Random, prompt_id: int, sample_index: int, *, index: in
         if turns
         else (Trajectory(turns=(nothing,)),),
         end="environment_error" if index == FAILED else "done",
-        greeting=Observation(state="start", role="role 0"),
+        initial_observation=Observation(state="start", role="role 0"),
         failure="it broke" if index == FAILED else None,
         is_masked=index == MASKED,
     )

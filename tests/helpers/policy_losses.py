@@ -37,7 +37,7 @@ def random_micro_batch(drift: float = 0.5) -> tuple[Tensor, MicroBatch]:
         mask[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = False
     old = -torch.rand(num_tokens, generator=draw, dtype=torch.float64) * 3
     advantages = torch.randn(len(LENGTHS), generator=draw, dtype=torch.float64)
-    chosen = torch.rand(num_tokens, generator=draw) < 0.3
+    cov_selected = torch.rand(num_tokens, generator=draw) < 0.3
     return old + drift * torch.randn(num_tokens, generator=draw, dtype=torch.float64), MicroBatch(
         token_ids=torch.arange(num_tokens),
         positions=torch.cat([torch.arange(n) for n in LENGTHS]),
@@ -49,7 +49,7 @@ def random_micro_batch(drift: float = 0.5) -> tuple[Tensor, MicroBatch]:
         advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
         rollout_logprobs=old,
         old_logprobs=old,
-        chosen=chosen,
+        cov_selected=cov_selected,
     )
 
 

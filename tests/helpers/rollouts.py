@@ -103,7 +103,7 @@ def episode(
         said = [message["content"] for message in (observation.messages if observation else ())]
         replies = "".join(f"\n{BEGIN}tool\n{content}{END}" for content in said)
         context_ids = encoded(tokenizer, f"{replies}\n{BEGIN}assistant\n")
-    defaults = {"sample_index": 0, "seed": 2**62 + 1, "end": "done", "greeting": Observation()}
+    defaults = {"sample_index": 0, "seed": 2**62 + 1, "end": "done", "initial_observation": Observation()}
     whole = tuple(Trajectory(turns=tuple(some)) for some in trajectories)
     return Rollout(prompt=prompt, trajectories=whole, **(defaults | others))
 

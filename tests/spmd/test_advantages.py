@@ -18,7 +18,7 @@ from spmdrl.algo.advantage import returns
 from spmdrl.algo.formula import POLICY_LOSSES
 from spmdrl.algo.metrics import scalars
 from spmdrl.algo.seeds import mix, uniform
-from spmdrl.algo.segments import on_tokens
+from spmdrl.algo.sequences import on_tokens
 from spmdrl.config import Config, OptimConfig, ParallelConfig, RewardConfig
 from spmdrl.config.rewards import ExactReward
 from spmdrl.dist.collectives import gather_objects, merge_over
@@ -76,7 +76,7 @@ COMPARED: list[dict[str, Any]] = [
 ]
 GREEDY_TOKENS = 30  # of each group's greedy response
 LOSSES: list[dict[str, Any]] = [
-    {"kind": name, "updates_per_step": 2} | ({"cov_fraction": 0.1} if kind.choice else {})
+    {"kind": name, "updates_per_step": 2} | ({"cov_fraction": 0.1} if kind.cov_selection else {})
     for name, kind in POLICY_LOSSES.items()
 ]
 LAYOUTS = [(1, {}), (2, {}), (2, {"cp": 2})]
@@ -337,10 +337,10 @@ def _found(layout: dict[str, int]) -> tuple[Found, Found, Found]:
                 for leave in (with_rejections, with_absences)
             )
             assert all(
-                m.chosen is other.chosen is None or torch.equal(m.chosen, other.chosen)
+                m.cov_selected is other.cov_selected is None or torch.equal(m.cov_selected, other.cov_selected)
                 for m, other in zip(rejected.micro_batches, absent.micro_batches, strict=True)
             ), "what is rejected takes part in the choice"
-            none = [torch.zeros_like(m.loss_mask) if m.chosen is None else m.chosen for m in chosen]
+            none = [torch.zeros_like(m.loss_mask) if m.cov_selected is None else m.cov_selected for m in chosen]
             choices.append(everywhere(list(zip(none, chosen, strict=True)), meshes))
             gradients.append(everywhere([(gradient(m, PolicyObjective(cfg)), m) for m in chosen], meshes))
         return credits, choices, gradients

@@ -47,10 +47,10 @@ def some_sequences(count: int) -> list[Sequence]:
         dataclasses.replace(
             s,
             index=s.index // 2,
-            part=s.index % 2,
+            segment=s.index % 2,
             baseline_reward=baselines[s.index % 2],
             turns=tuple(turns[: s.index % 4]),
-            earned=s.index / 3,
+            prior_turn_rewards=s.index / 3,
             routes=routes_of(s) if s.index % 3 else None,
             candidates=candidates_of(s) if s.index % 2 else None,
         )
@@ -69,7 +69,7 @@ def _exchanged(count: int, holder: list[int], receiver: list[int]) -> list[Seque
 
 
 def number_of(sequence: Sequence) -> int:
-    return 2 * sequence.index + sequence.part
+    return 2 * sequence.index + sequence.segment
 
 
 def test_every_sequence_arrives_unchanged() -> None:
@@ -83,7 +83,7 @@ def test_every_sequence_arrives_unchanged() -> None:
             original = originals[number_of(sequence)]
             assert sequence.token_ids == original.token_ids
             assert sequence.loss_mask == original.loss_mask
-            assert (sequence.reward, sequence.earned) == (original.reward, original.earned)
+            assert (sequence.reward, sequence.prior_turn_rewards) == (original.reward, original.prior_turn_rewards)
             assert sequence.turns == original.turns
             assert math.isnan(sequence.baseline_reward) == math.isnan(original.baseline_reward)
             assert math.isnan(original.baseline_reward) or sequence.baseline_reward == original.baseline_reward

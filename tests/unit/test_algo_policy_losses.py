@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from spmdrl.algo.formula import POLICY_LOSSES
-from spmdrl.algo.losses import chosen_tokens, covariances, highest, num_chosen, random_priorities
-from spmdrl.algo.segments import sequence_means
+from spmdrl.algo.losses import covariances, highest, num_selected, random_priorities, selected_tokens
+from spmdrl.algo.sequences import sequence_means
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import COLUMNS, PolicyObjective, policy_loss_function, policy_loss_problems
 from spmdrl.model.policy import TokenLogprobs
@@ -28,19 +28,19 @@ from tests.helpers.policy_losses import CASES, random_micro_batch, with_gradient
 def test_equal_to_the_oracle_with_its_gradient(case: dict[str, Any]) -> None:
     cfg, (logprobs, whole) = LossConfig(**case), random_micro_batch()
     loss, gradient = with_gradient(case, logprobs, whole)
-    assert whole.old_logprobs is not None and whole.chosen is not None
+    assert whole.old_logprobs is not None and whole.cov_selected is not None
     for a, b in itertools.pairwise(whole.cu_seqlens.tolist()):
         mask = whole.loss_mask[a:b]
         now, old, advantages = (x[a:b][mask].tolist() for x in (logprobs, whole.old_logprobs, whole.advantages))
-        chosen = whole.chosen[a:b][mask].tolist()
+        selected = whole.cov_selected[a:b][mask].tolist()
 
-        def total(i: int, x: float, now=now, old=old, advantages=advantages, chosen=chosen) -> float:
+        def total(i: int, x: float, now=now, old=old, advantages=advantages, selected=selected) -> float:
             moved = [*now[:i], x, *now[i + 1 :]]
             return math.fsum(
-                oracle.sequence_losses(cfg.kind, moved, old, advantages, chosen=chosen, held=now, **cfg.settings)
+                oracle.sequence_losses(cfg.kind, moved, old, advantages, chosen=selected, held=now, **cfg.settings)
             )
 
-        slow = oracle.sequence_losses(cfg.kind, now, old, advantages, chosen=chosen, **cfg.settings)
+        slow = oracle.sequence_losses(cfg.kind, now, old, advantages, chosen=selected, **cfg.settings)
         slopes = [oracle.slope(lambda x, i=i: total(i, x), now[i]) for i in range(len(now))]
         for fast, expected in ((loss.per_token, slow), (gradient, slopes)):
             torch.testing.assert_close(
@@ -94,7 +94,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(kind: str, explicit: bool)
     logprobs, whole = random_micro_batch()
     whole = dataclasses.replace(whole, old_logprobs=logprobs if explicit else None, rollout_logprobs=logprobs)
     loss, gradient = with_gradient({"kind": kind, "updates_per_step": 2}, logprobs, whole)
-    trained = whole.loss_mask & ~whole.chosen if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
+    trained = whole.loss_mask & ~whole.cov_selected if kind == "clip_cov" else whole.loss_mask  # type: ignore[operator]
     torch.testing.assert_close(gradient, torch.where(trained, -whole.advantages, 0.0), rtol=1e-12, atol=1e-12)
     assert (loss.ratio == 1).all()
 
@@ -118,9 +118,9 @@ def test_the_table_knows_each_function(name: str) -> None:
     kind = POLICY_LOSSES[name]
     assert {*kind.needs, *kind.settings} == set(inspect.signature(kind.function).parameters)
     assert len({"old_logprobs", "rollout_logprobs"} & set(kind.needs)) == 1
-    others = {"logprobs", "advantages", "loss_mask", "cu_seqlens", "chosen"}
+    others = {"logprobs", "advantages", "loss_mask", "cu_seqlens", "cov_selected"}
     assert set(kind.needs) <= {"old_logprobs", "rollout_logprobs", *others}
-    assert (kind.prioritise is not None) is ("chosen" in kind.needs) is ("cov_fraction" in kind.choice)
+    assert (kind.prioritise is not None) is ("cov_selected" in kind.needs) is ("cov_fraction" in kind.cov_selection)
 
 
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
@@ -151,9 +151,9 @@ def test_the_choice_over_parts_is_that_over_the_whole(kind: str, cuts: list[int]
     assert formula.prioritise is not None
     priorities = formula.prioritise(covariance, seeds, positions, **settings)
     parts = [priorities[a:b] for a, b in itertools.pairwise([0, *cuts, num_tokens])]
-    count = num_chosen(num_tokens, 0.05)
+    count = num_selected(num_tokens, 0.05)
     threshold = float(highest(torch.cat([highest(part, count) for part in parts]), count)[-1])
-    found = torch.cat([chosen_tokens(part, threshold) for part in parts])
+    found = torch.cat([selected_tokens(part, threshold) for part in parts])
     assert count == 25 and found.tolist() == oracle.chosen(priorities.tolist(), count)
     if kind == "clip_cov":
         assert ((covariance[found] > 0.1) & (covariance[found] < 1.0)).all()
@@ -165,7 +165,7 @@ def test_fewer_candidates_than_wanted_are_all_chosen() -> None:
     covariance = torch.tensor([0.5, 2.0, 9.0, 3.0], dtype=torch.float64)
     places = torch.arange(4)
     priorities = random_priorities(covariance, places, places, cov_low=1.0, cov_high=5.0)
-    assert chosen_tokens(priorities, float(highest(priorities, 3)[-1])).tolist() == [False, True, False, True]
+    assert selected_tokens(priorities, float(highest(priorities, 3)[-1])).tolist() == [False, True, False, True]
 
 
 def plain(logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, scale=1.0):

@@ -38,5 +38,5 @@ def test_every_setting_of_a_table_is_one_of_the_configuration() -> None:
     assert {name for estimator in ESTIMATORS.values() for name in estimator.settings} <= set(
         AdvantageConfig.model_fields
     )
-    used = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.choice)}
+    used = {name for kind in POLICY_LOSSES.values() for name in (*kind.settings, *kind.cov_selection)}
     assert used <= set(LossConfig.model_fields)

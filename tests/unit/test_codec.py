@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from spmdrl import conversation
 from spmdrl import types as nouns
+from spmdrl.algo.metrics import TokenValue
 from spmdrl.rollout.codec import Codec
 from spmdrl.rollout.files import read_part
 from spmdrl.rollout.group import SAVED_GROUP, PromptGroup, SavedGroup
@@ -112,6 +113,7 @@ def test_an_unfinished_group_of_an_older_run_goes_on() -> None:
     written = json.loads((BEFORE / "carried_group.json").read_text(encoding="utf-8"))
     saved = SAVED_GROUP.load(written)
     assert SAVED_GROUP.load(SAVED_GROUP.dump(saved)) == saved
+    assert SAVED_GROUP.dump(saved)["episodes"][0].keys() >= written["episodes"][0].keys()
     (first,) = saved.episodes[0].trajectories[0]
     assert first.observation is not None and first.observation.images == (bytes(range(250, 256)),)
     sampling = Sampling(group_size=2, temperature=1.0, max_response_tokens=16, stop_token_ids=frozenset({2}))
@@ -129,6 +131,30 @@ def test_an_unfinished_group_of_an_older_run_goes_on() -> None:
     group = PromptGroup.restored(saved, prompt, sampling, None)
     assert [episode.is_finished for episode in group.episodes] == [True, False] and group.pending.keys() == {0}
     assert group.saved() == saved
+
+
+PROMPT = nouns.Prompt(prompt_id=0, token_ids=(1,), text="", answer="", task="", metadata={})
+ROLLOUT = nouns.Rollout(
+    prompt=PROMPT,
+    sample_index=0,
+    seed=1,
+    trajectories=(),
+    end="done",
+    initial_observation=conversation.Observation(role="x"),
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "key"),
+    [
+        (ROLLOUT, "initial_observation", "greeting"),
+        (TokenValue(1.0, 2, 3, (4,), -0.5, sequence_segment=6), "sequence_segment", "sequence_part"),
+    ],
+)
+def test_a_renamed_field_has_the_key_of_older_files(value: Any, field: str, key: str) -> None:
+    codec = Codec[Any](type(value))
+    dumped = codec.dump(value)
+    assert field not in dumped and codec.load({key: dumped.pop(key), **dumped}) == value
 
 
 def test_a_recording_of_an_older_form_is_refused() -> None:

@@ -33,8 +33,8 @@ from tests.helpers.corrections import (
     MAX_RESPONSE_TOKENS,
     MODES,
     batch,
+    corrected,
     random_columns,
-    settled,
 )
 
 
@@ -103,7 +103,7 @@ def test_loss_and_gradient_equal_the_oracle_wherever_the_batch_is_cut(settings: 
     assert (abs(expected - plain) > 1e-3) == bool(settings), "a correction that changes nothing proves nothing"
     for cut in CUTS:
         micro_batches, nows = zip(*batch(sequences, cut), strict=True)
-        parts = list(zip(settled(list(micro_batches), correction), nows, strict=True))
+        parts = list(zip(corrected(list(micro_batches), correction), nows, strict=True))
         loss, gradient, _ = loss_and_gradient(parts, correction)
         assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
         assert gradient == pytest.approx(slopes, rel=1e-5, abs=1e-6)
@@ -115,7 +115,7 @@ def test_every_aggregation_has_the_denominator_of_what_is_left(settings: dict[st
     sequences, correction = random_columns(3), CorrectionConfig(**settings)
     expected = next(slow(sequences, settings, aggregation))
     micro_batches, nows = zip(*batch(sequences, [3, 5], aggregation), strict=True)
-    parts = list(zip(settled(list(micro_batches), correction, aggregation), nows, strict=True))
+    parts = list(zip(corrected(list(micro_batches), correction, aggregation), nows, strict=True))
     assert loss_and_gradient(parts, correction)[0] == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
@@ -153,7 +153,7 @@ def test_weights_keep_the_denominator_and_rejections_leave_it(settings: dict[str
     old = [torch.tensor([-3.0, -3.0 + off]), torch.tensor([-3.0, -3.0])]
     parts = batch([column | {"o": o.double(), "n": o.double()} for o in old], [2])
     correction = CorrectionConfig(**settings)
-    micro_batch = settled([parts[0][0]], correction)[0]
+    micro_batch = corrected([parts[0][0]], correction)[0]
     assert loss_and_gradient([(micro_batch, parts[0][1])], correction)[0] == pytest.approx(expected)
 
 
@@ -172,8 +172,9 @@ def test_what_needs_the_whole_batch_takes_a_pass_and_nothing_else(settings: dict
 def test_weights_multiply_every_policy_loss(kind: str) -> None:
     """Where o - b is the same on all tokens, so is the weight, and it factors out of loss and gradient."""
     (micro_batch, now), *_ = batch(random_columns(), [8])
-    chosen = torch.arange(len(now)) % 3 == 0
-    micro_batch = replace(micro_batch, rollout_logprobs=micro_batch.old_logprobs - math.log(1.5), chosen=chosen)
+    cov_selected = torch.arange(len(now)) % 3 == 0
+    shifted = micro_batch.old_logprobs - math.log(1.5)
+    micro_batch = replace(micro_batch, rollout_logprobs=shifted, cov_selected=cov_selected)
     outcomes = []
     for correction in (CorrectionConfig(), CorrectionConfig(kind="tis")):
         objective = PolicyObjective(LossConfig(kind=kind, updates_per_step=2), correction=correction)
@@ -189,7 +190,7 @@ def test_weights_multiply_every_policy_loss(kind: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_normalised_weights_have_the_mean_one(level: str, mode: str) -> None:
     correction = CorrectionConfig(kind="mis", mode=mode, level=level, batch_normalize=True, reject="token")
-    micro_batches = settled([m for m, _ in batch(random_columns(), [3, 5])], correction)
+    micro_batches = corrected([m for m, _ in batch(random_columns(), [3, 5])], correction)
     weights = []
     for m in micro_batches:
         of_tokens = importance_weights(m.old_logprobs - m.rollout_logprobs, m.old_logprobs, m, correction).weights
@@ -205,7 +206,7 @@ def test_a_batch_of_which_nothing_is_left_has_no_loss() -> None:
     for settings in ({"reject": "token"}, {"kind": "mis", "mode": "mask", "batch_normalize": True}):
         correction = CorrectionConfig(**settings)
         micro_batches, nows = zip(*batch(sequences, [3, 5]), strict=True)
-        parts = list(zip(settled(list(micro_batches), correction), nows, strict=True))
+        parts = list(zip(corrected(list(micro_batches), correction), nows, strict=True))
         loss, gradient, effective = loss_and_gradient(parts, correction)
         assert loss == 0.0 and set(map(abs, gradient)) == {0.0}
         assert effective["correction/effective_fraction"].value() == 0.0

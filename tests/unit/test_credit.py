@@ -43,13 +43,13 @@ def test_turns_are_the_tokens_that_were_sampled() -> None:
     assert [s.place for s in sequences] == [
         (r.index, part) for r in rewarded for part in range(len(r.rollout.trajectories))
     ]
-    assert any(s.part > 0 for s in sequences)
+    assert any(s.segment > 0 for s in sequences)
     for _, parts in itertools.groupby(sequences, key=lambda s: s.index):
         number, earned = 0, 0.0
         for s in parts:
             rollout = rewarded[s.index].rollout
-            assert s.earned == earned
-            for span, turn in zip(s.turns, rollout.trajectories[s.part].turns, strict=True):
+            assert s.prior_turn_rewards == earned
+            for span, turn in zip(s.turns, rollout.trajectories[s.segment].turns, strict=True):
                 assert span.number == number and s.token_ids[span.start : span.end] == turn.response.token_ids
                 given = 0.0 if turn.observation is None or s.index == FAILED else turn.observation.reward
                 assert span.reward == WEIGHT * given
@@ -85,7 +85,7 @@ def test_returns_are_what_the_rest_of_the_episode_earns() -> None:
             outcome.reward - math.fsum(earned[: span.number]) for span in s.turns for _ in range(span.start, span.end)
         ]
         assert found == pytest.approx(expected, abs=1e-6)
-        seen += s.part > 0
+        seen += s.segment > 0
     assert seen
 
 

@@ -215,11 +215,16 @@ def cfg_with(**settings: Any) -> EnvironmentConfig:
             stopping(),
             2,
         ),
-        ("environment_error", world_of(greeting=EnvironmentFailure(kind="error", reason="gone")), stopping(), None),
-        ("environment_error", world_of(greeting=Observation(done=True)), stopping(), None),
         (
             "environment_error",
-            world_of(greeting=Observation(messages=({"role": "user", "content": " ".join(["9"] * 300)},))),
+            world_of(initial_observation=EnvironmentFailure(kind="error", reason="gone")),
+            stopping(),
+            None,
+        ),
+        ("environment_error", world_of(initial_observation=Observation(done=True)), stopping(), None),
+        (
+            "environment_error",
+            world_of(initial_observation=Observation(messages=({"role": "user", "content": " ".join(["9"] * 300)},))),
             stopping(),
             None,
         ),
@@ -295,7 +300,7 @@ def test_an_episode_has_its_time_over_all_of_its_parts(monkeypatch: pytest.Monke
 
 
 def test_a_greeting_follows_the_prompt() -> None:
-    world = world_of(greeting=Observation(messages=({"role": "user", "content": "9"},)))
+    world = world_of(initial_observation=Observation(messages=({"role": "user", "content": "9"},)))
     for rollout in rollouts_of(stopping(), world).values():
         assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 1, 9, 3)
 
@@ -329,7 +334,7 @@ def test_what_a_template_rewrites_begins_a_new_trajectory(monkeypatch: pytest.Mo
 def test_a_users_greeting_continues_the_prompts_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", chats())
     for rollout in rollouts_of(
-        stopping(), world_of(greeting=Observation(messages=({"role": "user", "content": " 9"},)))
+        stopping(), world_of(initial_observation=Observation(messages=({"role": "user", "content": " 9"},)))
     ).values():
         assert rollout.turns[0].context_ids == (*rollout.prompt.token_ids, 9)
 
@@ -446,7 +451,7 @@ def game(start: EpisodeStart, number: int, action: Action) -> Answer:
 
 
 def test_a_role_gets_its_rewards_in_its_last_turn() -> None:
-    world = replace(world_of(game, greeting=Observation(role="white")), needs_roles=True)
+    world = replace(world_of(game, initial_observation=Observation(role="white")), needs_roles=True)
     for rollout in rollouts_of(stopping(), world).values():
         (turns,) = turn_spans(rollout, weight=2.0)
         assert [turn.reward for turn in turns] == [1.0, 1.0, 3.0, -1.5] and rollout.environment_reward == 1.75
@@ -455,15 +460,15 @@ def test_a_role_gets_its_rewards_in_its_last_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "greeting", "reason"),
+    ("step", "initial_observation", "reason"),
     [
         (game, Observation(), "has no role"),
         (never_done, Observation(role="white"), "has no role"),
         (lambda *_: Observation(role_rewards={"red": 1.0}, done=True), Observation(role="white"), "role 'red'"),
     ],
 )
-def test_roles_without_names_fail_an_episode(step: Step, greeting: Observation, reason: str) -> None:
-    world = replace(world_of(step, greeting=greeting), needs_roles=True)
+def test_roles_without_names_fail_an_episode(step: Step, initial_observation: Observation, reason: str) -> None:
+    world = replace(world_of(step, initial_observation=initial_observation), needs_roles=True)
     for rollout in rollouts_of(stopping(), world).values():
         assert rollout.end == "environment_error" and reason in str(rollout.failure)
         assert len(list(turn_spans(rollout, weight=1.0))) == 1

@@ -230,11 +230,11 @@ class Doubles(nn.Module):
         return TokenLogprobs(logprobs.float().requires_grad_(), torch.zeros_like(logprobs))
 
 
-def sequence(index: int, *token_ids: int, part: int = 0) -> Sequence:
+def sequence(index: int, *token_ids: int, segment: int = 0) -> Sequence:
     mask = tuple(place > 0 for place in range(len(token_ids)))
     return Sequence(
         index=index,
-        part=part,
+        segment=segment,
         token_ids=token_ids,
         loss_mask=mask,
         rollout_logprobs=(0.0,) * len(token_ids),
@@ -250,7 +250,7 @@ def test_the_first_forward_of_each_sequence_is_kept(tmp_path: Path) -> None:
         lay_end_to_end(some, {}, multiple=4)
         for some in (
             [sequence(0, 9, 9)],
-            [sequence(3, 1, 2), sequence(3, 1, 4, part=1)],
+            [sequence(3, 1, 2), sequence(3, 1, 4, segment=1)],
             [sequence(1, 6, 7, 8)],
             [sequence(2, 5)],
         )

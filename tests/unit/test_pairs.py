@@ -161,7 +161,7 @@ def random_pairs() -> tuple[list[Sequence], list[list[list[float]]], list[list[l
             sequences.append(
                 Sequence(
                     index=index,
-                    part=part,
+                    segment=part,
                     token_ids=(1,) * num_tokens,
                     loss_mask=(False,) * 2 + (True,) * length,
                     rollout_logprobs=(0.0,) * num_tokens,
@@ -243,9 +243,9 @@ def test_the_ranking_objective_is_the_likelihood_of_the_labels() -> None:
     columns = []
     for place, one in enumerate(sequences):
         end = (False,) * (len(one.token_ids) - 1) + (True,)
-        margin = margins[one.index] if one.part == 0 else 0.0
+        margin = margins[one.index] if one.segment == 0 else 0.0
         sequences[place] = dataclasses.replace(one, loss_mask=end, reward=margin)
-        columns += [0.0] * (len(end) - 1) + [scores[one.index][one.part]]
+        columns += [0.0] * (len(end) - 1) + [scores[one.index][one.segment]]
     batch = lay_end_to_end(sequences, dict.fromkeys(range(3), 1 / 3))
     objective = pair_objective(
         PairsConfig(pairs_per_step=4, max_response_tokens=8, loss="bradley_terry", center_coef=0.01)

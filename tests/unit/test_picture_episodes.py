@@ -208,7 +208,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def test_every_turn_has_the_logprobs_of_transformers(any_stage: Stage) -> None:
-    rollouts = any_stage.rollouts(any_stage.world(greeting=observed(7)), max_response_tokens=500).values()
+    rollouts = any_stage.rollouts(any_stage.world(initial_observation=observed(7)), max_response_tokens=500).values()
     done = [rollout for rollout in rollouts if rollout.end == "done"]
     assert len(done) >= len(rollouts) / 2
     for rollout in done:
@@ -256,9 +256,9 @@ def test_texts_of_places_stay_texts_and_pages_name_images(stage: Stage) -> None:
 
 def test_episodes_that_are_interrupted_and_saved_go_on_in_processes_without_their_pixels(stage: Stage) -> None:
     """Aborted again and again, written to JSON and read with an empty store, which environments do not fill."""
-    expected = stage.rollouts(stage.world(greeting=observed(7)))
+    expected = stage.rollouts(stage.world(initial_observation=observed(7)))
     groups = [
-        PromptGroup.opened(prompt, SAMPLING, stage.world(greeting=observed(7)), step=1, run_seed=5)
+        PromptGroup.opened(prompt, SAMPLING, stage.world(initial_observation=observed(7)), step=1, run_seed=5)
         for prompt in stage.prompts
     ]
     finished: dict[tuple[int, int], Rollout] = {}
@@ -266,7 +266,7 @@ def test_episodes_that_are_interrupted_and_saved_go_on_in_processes_without_thei
     while any(group.unfinished for group in groups):
         rounds += 1
         now = stage.again(f"store {rounds}")
-        world, prompts = now.world(greeting=observed(7)), stage.prompts
+        world, prompts = now.world(initial_observation=observed(7)), stage.prompts
         for prompt in prompts:  # which are read from the data again
             for image in prompt.images:
                 pixels = stage.images.store.get(image.digest)
@@ -341,8 +341,8 @@ def spoilt_prompt(stage: Stage) -> int:
 
 
 def test_a_bad_greeting_ends_every_episode(stage: Stage) -> None:
-    greeting = replace(observed(1), images=(b"hello",))
-    for rollout in stage.rollouts(stage.world(greeting=greeting)).values():
+    initial_observation = replace(observed(1), images=(b"hello",))
+    for rollout in stage.rollouts(stage.world(initial_observation=initial_observation)).values():
         assert rollout.end == "environment_error" and "is damaged" in str(rollout.failure)
         assert rollout.num_sampled == 0 and rollout.trajectories[0].images == rollout.prompt.images
 
@@ -372,7 +372,7 @@ def test_no_room_in_memory_is_no_failure_of_the_environment(stage: Stage, monkey
     monkeypatch.setattr(ImageStore, "_write", full)
     now = stage.again("full")
     with pytest.raises(StoreFull):
-        now.rollouts(now.world(greeting=observed(40)))
+        now.rollouts(now.world(initial_observation=observed(40)))
 
 
 def test_images_with_which_was_trained_are_made_again_or_refused(stage: Stage) -> None:
@@ -403,7 +403,7 @@ def test_an_image_is_processed_once_for_all_episodes_that_show_it(
             pixels = stage.images.store.get(image.digest)
             assert pixels is not None
             now.images.store.put(pixels, image.grid)
-    rollouts = now.rollouts(now.world(greeting=observed(7)))
+    rollouts = now.rollouts(now.world(initial_observation=observed(7)))
     shown = {image.digest for one in rollouts.values() for t in one.trajectories for image in t.images}
     own = {image.digest for prompt in now.prompts for image in prompt.images}
     assert len(made) == len(set(made)) == len(shown - own)

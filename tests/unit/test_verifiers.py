@@ -146,8 +146,8 @@ def test_episodes_are_open_at_once_and_do_not_mix(client: AgentClient) -> None:
 @pytest.mark.slow
 def test_an_episode_goes_on_after_its_run_was_killed(client: AgentClient) -> None:
     call = Action(text="", tool_calls=(ToolCall(name="lookup", arguments={"country": "Peru"}),))
-    greeting, second = episode(client, row(1), call)
-    resumed = client.open(start_of(row(1)), history=[(call, second)], greeting=greeting)
+    initial_observation, second = episode(client, row(1), call)
+    resumed = client.open(start_of(row(1)), history=[(call, second)], initial_observation=initial_observation)
     assert resumed.step(Action(text="Lima")).result().reward == 0.5
     resumed.close()
 
