@@ -1,8 +1,8 @@
 """The families of models that some part of the package treats in a way of its own, by transformers' `model_type`.
 
-Besides SGLang's classes in `model/exact/sglang_operators.py`, no other file names a model type. A type without a row is
-a model of text that transformers and the torch engine compute alike, that was not tried with SGLang, and that has
-nothing replaced by layers of ours.
+No other file names a model type, but for `engine/sglang/tool_calls.py`, where a parser of SGLang's has the name of one.
+Comments name the files that read a field. A type without a row is a model of text that transformers and the torch
+engine compute alike, that was not tried with SGLang, and that has nothing replaced by layers of ours.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ if TYPE_CHECKING:
 class SGLangFamily:
     """The ways in which SGLang's class of a family differs from its others."""
 
+    # engine/sglang/options.py
     is_tried: bool = True  # False: refused
     not_on_cpu: str = ""  # computed there; refused on a CPU
     differs: str = ""  # in what it computes, and by how much; refused
+    is_cut: bool = True  # False: its layout over several devices is not known here
+    # engine/sglang/requests.py
     images_compared: bool = False  # with the trainer, for requests with images
     patch_values: int | None = None  # the only size of patches that it reads; None: any
+    # engine/sglang/layout.py
     splits_embedding: bool = True  # False: every device of an engine has it whole
     has_norms_of_config: bool = False  # those of delta nets have the dtype in config.json, whatever the engine has
-    reads_windows: bool = False  # False: it has none at all, or one token more than the model
-    is_cut: bool = True  # False: its layout over several devices is not known here
     has_bare_attention: bool = False  # layers have the weights of their attention directly
     copies_embedding: bool = False  # its head is a copy of the embedding, where the two are tied
     has_gates: bool = True  # in its MLPs and experts
+    # engine/sglang/engine.py
     has_unused: tuple[str, ...] = ()  # ends of the names of parameters that nothing is computed with
+    # engine/sglang/models.py
     checks_rotary_early: bool = False  # settings are checked before it has the sizes to compare them with
+    # families.py: sglang_window
+    reads_windows: bool = False  # False: it has none at all, or one token more than the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,43 +73,52 @@ class Mamba2:
 class ModelFamily:
     """A row of the table below: the parts of the package that know this family, and the code that they have for it."""
 
-    # How transformers names the classes of its layers: Qwen3 begins Qwen3RMSNorm.
+    # families.py, model/recurrent.py: how transformers names the classes of its layers: Qwen3 begins Qwen3RMSNorm.
     classes: str = ""
     # model/fused.py: its norms, rotations and gates are computed in one pass each.
     has_fused_layers: bool = False
-    # The decoder of the torch engine for a CPU computes its layers.
+    # cpu/dense_decoder.py: the decoder of the torch engine for a CPU computes its layers.
     has_dense_decoder: bool = False
     # model/recurrent.py: it has gated delta nets, with projections in one weight or in several.
     delta_net: Literal["fused", "separate"] | None = None
-    # model/recurrent.py: it has layers of Mamba 2.
+    # model/recurrent.py, model/layer_kinds.py, engine/sglang/layout.py, engine/sglang/models.py: it has Mamba 2.
     mamba2: Mamba2 | None = None
-    # model/recurrent.py: it has convolutions in the place of attention.
+    # model/recurrent.py, model/layer_kinds.py: it has convolutions in the place of attention.
     has_short_convs: bool = False
-    # The engines that compute the trainer's bits with `true_on_policy = true`.
+    # model/exact/invariant.py, model/exact/sglang_operators.py: the engines that compute the trainer's bits with
+    # `true_on_policy = true`.
     exact_engines: tuple[Literal["torch", "sglang"], ...] = ()
-    # The family with the same layers whose tensor-parallel plan it takes; transformers has none for itself.
+    # model/split.py: the family with the same layers whose tensor-parallel plan it takes; transformers has none for it.
     plan_of: str | None = None
-    # Its towers and placeholders: those with a grid for each image, with as many tokens for every image, or with a grid
-    # whose patches are averaged.
+    # families.py, vision_family: its towers and placeholders, with a grid for each image, with as many tokens for every
+    # image, or with a grid whose patches are averaged.
     vision: Literal["grid", "fixed", "pooled"] | None = None
-    # Modules of its base that only sounds go through. They are not built: exports have their weights as they came.
+    # families.py, model/weight_files.py, step/export.py: modules of its base that only sounds go through. They are
+    # not built: exports have their weights as they came.
     of_sounds: tuple[str, ...] = ()
-    # In files, experts are [experts, inputs, outputs]: transformers transposes them as it reads, but not back (5.19).
+    # refit/gather.py, tools/model_shrink.py: in files, experts are [experts, inputs, outputs]: transformers transposes
+    # them as it reads, but not back (5.19).
     has_transposed_experts: bool = False
-    # Kinds of layers that checkpoints are published with, by the names that transformers writes (5.19).
+    # tools/model_shrink.py: kinds of layers that checkpoints are published with, by the names that transformers
+    # writes (5.19).
     published_layers: Mapping[str, str] = field(default_factory=dict)
-    # transformers leaves out the long factors of its `longrope`, and scales by `short_mscale`.
+    # model/rotary.py, engine/sglang/models.py: transformers leaves out the long factors of its `longrope`, and scales
+    # by `short_mscale`.
     reads_short_factors_only: bool = False
-    # Its attention caps scores softly by `attn_logit_softcapping`, which other families have and ignore.
+    # model/supported.py, engine/sglang/models.py: its attention caps scores softly by `attn_logit_softcapping`, which
+    # other families have and ignore.
     caps_scores: bool = False
-    # Its norms apply their weights in float32, so that autograd saves both factors.
+    # preflight/forecast.py: its norms apply their weights in float32, so that autograd saves both factors.
     has_wide_norms: bool = False
-    # Ends of the names of linear layers whose weights another module reads: an adapter would change nothing there.
+    # model/lora/targets.py: ends of the names of linear layers whose weights another module reads: an adapter would
+    # change nothing there.
     bare_linears: tuple[str, ...] = ()
-    # Its layers hand keys and values to others, whatever is recomputed, and values have norms.
+    # preflight/forecast.py: its layers hand keys and values to others, whatever is recomputed, and values have norms.
     passes_keys_on: bool = False
-    # The setting that changes what its head computes. In other families a setting of `LOGIT_SETTINGS` is refused.
+    # families.py, LogitScale: the setting that changes what its head computes. In other families a setting of
+    # `LOGIT_SETTINGS` is refused.
     logits: LogitSetting | None = None
+    # engine/sglang/options.py, engine/sglang/layout.py: how SGLang's class differs, by the fields above.
     sglang: SGLangFamily = SGLangFamily()
 
 

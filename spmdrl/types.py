@@ -488,6 +488,7 @@ class MicroBatch:
     sequence_algorithm: tuple[int, ...] = ()  # [S] place of each sequence's algorithm in `Config.algorithms`
     hints: tuple[Hint, ...] = ()  # [S]
     # [T, L, k] int16, on the host: the experts that the policy has to take, -1 where it takes its own; None everywhere.
+    # With `router_replay = "R2"`, `step/logprobs.py` fills them in: those that the policy took for old_logprobs.
     routes: Tensor | None = None
     # [T, K] int32, on the host: what a token's distribution is over, or -1; the whole vocabulary where it has none.
     candidates: Tensor | None = None

@@ -138,7 +138,10 @@ class EnvironmentClient(Environments):
 
 
 class OpenEnvironment(OpenEpisode):
-    """The environment of one episode, asked one thing at a time. Its futures never raise."""
+    """An `OpenEpisode`, whose `reset` and `step` it has, in a worker process: each request is posted to its session.
+
+    Its futures never raise.
+    """
 
     def __init__(self, session: EnvSession, workers: WorkerPool[Loaded]) -> None:
         assert session.worker is not None, "a process may have any number of environments"

@@ -20,10 +20,8 @@ from spmdrl.model.policy import TokenLogprobs
 from spmdrl.types import MicroBatch, TurnSpan, UserError
 from spmdrl.user_code import argument_problems, call, load, with_metrics
 
-# The policy loss that `loss.kind` names: one of `algo.formula.POLICY_LOSSES`, or a function of the user's.
-
-
-# The loss of logprobs [T] and entropy [T], both with grad, and the other columns of their micro-batch.
+# The policy loss that `loss.kind` names, one of `algo.formula.POLICY_LOSSES` or a function of the user's: that of
+# logprobs [T] and entropy [T], both with grad, and the other columns of their micro-batch.
 PolicyLossFunction = Callable[[Tensor, Tensor, MicroBatch], PolicyLoss]
 
 # The columns that a function of the user's can ask for; ref_logprobs where a reference model is loaded.

@@ -156,6 +156,7 @@ class Episode:
         """Take the state of a checkpoint, in new environments."""
         for name in _SAVED:
             setattr(self, name, getattr(saved, name))
+        # The state follows from what is saved: files of checkpoints have no name for it.
         if self.end != "abort":
             self.state = EpisodeState.FINISHED
         elif self.initial_observation is not None:

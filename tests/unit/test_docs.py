@@ -71,14 +71,28 @@ def test_the_readme_shows_the_loop_as_it_is() -> None:
 DECISION = re.compile(r"^\*\*[^*]+\*\*(?:\s\(`([^`]+)`\))?", re.MULTILINE)
 
 
+def defined_by(statement: ast.stmt) -> list[str]:
+    """Name what a statement defines: a class, a function, or variables."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [getattr(statement, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
+
+
 def is_there(subject: str) -> bool:
-    """True for `file.py:name` where a file of the repository or the package defines the name; not for a file alone."""
+    """True for `file.py:name` or `file.py:Class.name` where a file of the repository or the package defines it."""
     name, _, symbols = subject.partition(":")
     path = next((path for path in (ROOT / name, ROOT / "spmdrl" / name) if path.is_file()), None)
     body = ast.parse(path.read_text(encoding="utf-8")).body if path and symbols else []
     for symbol in symbols.split("."):
-        body = next((getattr(node, "body", []) for node in body if getattr(node, "name", "") == symbol), [])
+        body = next((getattr(node, "body", [node]) for node in body if symbol in defined_by(node)), [])
     return bool(body)
+
+
+SYMBOL = re.compile(r"`((?:[\w-]+/)+[\w-]+\.py:[\w.]+)`")
+
+
+def test_the_page_for_contributors_names_symbols_that_exist() -> None:
+    named = SYMBOL.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) >= 5 and [name for name in named if not is_there(name)] == []
 
 
 def test_each_decision_is_about_one_thing_that_exists_and_no_two_are_about_one() -> None:
@@ -86,4 +100,5 @@ def test_each_decision_is_about_one_thing_that_exists_and_no_two_are_about_one()
     assert [subject for subject in subjects if not is_there(subject)] == []
     assert len(set(subjects)) == len(subjects) > 50
     assert not is_there("model/load.py:no_such_name") and not is_there("no_such_file.py:f") and not is_there("")
+    assert is_there("families.py:FAMILIES") and not is_there("families.py:FAMILIES.llama")
     assert is_there("model/load.py:load_policy") and not is_there("model/load.py") and not is_there("model/load.py:")

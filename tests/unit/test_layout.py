@@ -263,6 +263,21 @@ def test_model_types_are_named_in_one_file() -> None:
     assert named == ["engine/sglang/tool_calls.py: mistral"], "a parser of SGLang's"
 
 
+def test_comments_of_families_name_files_that_read_their_fields() -> None:
+    fields, files = 0, []
+    for line in (ROOT / "spmdrl/families.py").read_text(encoding="utf-8").split("FAMILIES: ")[0].splitlines():
+        if line.startswith("class "):
+            is_row, files = line.startswith(("class SGLangFamily", "class ModelFamily")), []
+        elif named := re.findall(r"[\w/]+\.py\b", line) if line.startswith("    # ") else []:
+            files = named
+        elif (field := re.match(r"    (\w+): ", line)) and is_row:
+            fields += 1
+            assert files, f"no comment names a file that reads {field[1]}"
+            for name in files:
+                assert f".{field[1]}" in (ROOT / "spmdrl" / name).read_text(encoding="utf-8"), (field[1], name)
+    assert fields > 25
+
+
 def files_that_assign(attribute: str) -> list[str]:
     return [
         name

@@ -6,5 +6,6 @@ options, models, fewer_bits     SGLang's arguments, and which settings and model
 layout, loader                  where weights belong in SGLang; loader.py and scheduler.py run in its processes
 transport                       the way of a bucket to these
 requests, tool_calls            images and routes; calls in responses
+adapters                        one name in SGLang for each version
 libraries, surroundings         what its processes need to start
 """

@@ -1,10 +1,4 @@
-"""SGLang as a `RolloutEngine`.
-
-options.py    its arguments
-process.py    starts and calls it
-loader.py     loads buckets of a refit inside its processes, whose layout of weights is in layout.py
-scheduler.py  our hooks in its scheduler
-"""
+"""SGLang as a `RolloutEngine`: requests in, responses out, the buckets of a refit; `__init__.py` names the files."""
 
 from __future__ import annotations
 
