@@ -32,10 +32,10 @@ def reported_ks(num_samples: int) -> list[int]:
     return sorted({k for k in (*powers, num_samples) if 1 < k <= num_samples})
 
 
-def t_quantile(degrees: float, level: float = LEVEL) -> float:
+def t_quantile(degrees: float) -> float:
     """Return how many standard errors a two-sided interval reaches: the quantile of Student's t, by its expansion in
     1 / degrees to the third order (Abramowitz and Stegun 26.7.5)."""
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -70,7 +70,7 @@ class PairedDifference:
     p_value: float  # that the signs of the prompts' differences are chance
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> PairedDifference:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> PairedDifference:
     """Compare the means of the same prompts, in the same order. The p-value is that of a test which flips signs."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     if len(differences) < 2:
@@ -78,7 +78,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: i
     mean = fmean(differences)
     reach = t_quantile(len(differences) - 1) * stdev(differences) / math.sqrt(len(differences))
     moved = [difference for difference in differences if difference]
-    chance, observed = random.Random(seed), abs(math.fsum(moved)) - 1e-12
+    chance, observed = random.Random(0), abs(math.fsum(moved)) - 1e-12
     extreme = sum(
         abs(math.fsum(value if chance.getrandbits(1) else -value for value in moved)) >= observed
         for _ in range(_PERMUTATIONS)

@@ -31,6 +31,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_u
 from spmdrl.checkpoint.manifest import Digest
 from spmdrl.learn.learner import Learner
 from spmdrl.model.offload import HostBuffers
+from spmdrl.model.tensor_parallel import local_part
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -218,9 +219,12 @@ def in_chunks(tree: Tree) -> Tree:
 def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
     """Copy the tree with every local tensor into memory of `buffers`, which the next copy reuses."""
     leaves, shape = tree_flatten_with_path(tree)
-    locals_ = {keystr(path): _local(value) for path, value in leaves if isinstance(value, Tensor)}
+    locals_ = {keystr(path): local_part(value) for path, value in leaves if isinstance(value, Tensor)}
     places = buffers.take({name: local.nbytes for name, local in locals_.items()})
-    copies = {name: _copied(local, places[name]) for name, local in locals_.items()}
+    copies = {
+        name: places[name].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
+        for name, local in locals_.items()
+    }
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return tree_unflatten([_with_local(value, copies.get(keystr(path))) for path, value in leaves], shape)
@@ -229,16 +233,7 @@ def copy_to_host(tree: Tree, buffers: HostBuffers) -> Tree:
 def num_bytes(tree: Tree) -> int:
     """Count the bytes of this rank's part of the tree."""
     leaves, _ = tree_flatten_with_path(tree)
-    return sum(_local(value).nbytes for _, value in leaves if isinstance(value, Tensor))
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _copied(local: Tensor, place: Tensor) -> Tensor:
-    copy = place.view(local.dtype).view(local.shape)
-    return copy.copy_(local, non_blocking=True)
+    return sum(local_part(value).nbytes for _, value in leaves if isinstance(value, Tensor))
 
 
 def _with_local(value: Any, copy: Tensor | None) -> Any:

@@ -6,6 +6,7 @@ configuration run together, after the fields have been validated, so that the us
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -148,6 +149,15 @@ def with_defaults(section: Section, defaults: Mapping[str, Any]) -> dict[str, An
     """The settings named in `defaults`, each as it is set or else with its default."""
     given = {name: getattr(section, name) for name in defaults}
     return {name: defaults[name] if value is None else value for name, value in given.items()}
+
+
+def regular_expression(text: str) -> str:
+    """Return the text. Raises ValueError when Python cannot compile it."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return text
 
 
 # The table of a sandbox, which rewards and environments have.

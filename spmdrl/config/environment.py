@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from spmdrl.config.base import Count, NonNegativeInt, SandboxConfig, Seconds, Section, rule
+from spmdrl.config.base import Count, NonNegativeInt, SandboxConfig, Seconds, Section, regular_expression, rule
 
 MaskedEnd = Literal["length", "context", "max_turns", "episode_timeout", "step_timeout", "environment_error", "summary"]
 
@@ -136,14 +135,6 @@ EnvironmentSource = Annotated[
 # What stays of a conversation that is rewritten: `[environment.context]`.
 
 
-def _expression(written: str) -> str:
-    try:
-        re.compile(written)
-    except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from error
-    return written
-
-
 class SummaryContext(Section):
     kind: Literal["summary"]
     """Compaction: the policy is asked for a summary, which takes the place of the turns. See `docs/environments.md`."""
@@ -165,7 +156,7 @@ class SummaryContext(Section):
 class NotesContext(Section):
     kind: Literal["notes"]
     """Of the responses only what matches `pattern` stays, in place of the turns."""
-    pattern: Annotated[str, AfterValidator(_expression)]
+    pattern: Annotated[str, AfterValidator(regular_expression)]
     """Regular expression for the notes in a response, in which `.` is any character. Its first group, if it has one, is
     the note: `<note>(.*?)</note>`."""
     max_tokens: Count | None = None

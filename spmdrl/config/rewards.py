@@ -22,6 +22,7 @@ from spmdrl.config.base import (
     Seconds,
     Section,
     is_set,
+    regular_expression,
     rule,
 )
 from spmdrl.config.model import FrozenModelConfig
@@ -60,18 +61,10 @@ class ChoiceReward(_Term):
 THINK_AND_ANSWER = r"<think>((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>"
 
 
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from error
-    return text
-
-
 class FormatReward(_Term):
     kind: Literal["format"]
     """1 when the whole response, stripped of white space, has the form of `pattern`."""
-    pattern: Annotated[str, AfterValidator(_pattern)] = THINK_AND_ANSWER
+    pattern: Annotated[str, AfterValidator(regular_expression)] = THINK_AND_ANSWER
     """A regular expression of Python's, whose dot matches line breaks too. The default asks for `<think>...</think>`
     and then `<answer>...</answer>`."""
 
@@ -173,10 +166,7 @@ def _address(url: str) -> str:
 
 
 def _one_group(pattern: str) -> str:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from error
+    groups = re.compile(regular_expression(pattern)).groups
     if groups != 1:
         raise ValueError(f"has {groups} groups; put the score, and nothing else, into one: (...)")
     return pattern

@@ -104,6 +104,13 @@ def gather_flat(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     gather(output, mine, group=mesh.get_group())
 
 
+def exchange_rows(mesh: DeviceMesh, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """Send `sent[r]` rows to each rank r, in order; return those received, `received[r]` from rank r."""
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=mesh.get_group())
+    return output
+
+
 def scatter_sums(mesh: DeviceMesh, output: Tensor, mine: Tensor) -> None:
     """Sum every rank's `mine` [ranks x n], and give each rank its nth of the sum, in mesh order: `output` [n]."""
     # torch 2.13 renamed this function and warns about the old name.

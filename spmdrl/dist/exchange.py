@@ -11,12 +11,11 @@ from itertools import chain, takewhile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.algo.prefix_tree import block_hashes, compared_tokens
-from spmdrl.dist.collectives import gather_objects, gather_rows
+from spmdrl.dist.collectives import exchange_rows, gather_objects, gather_rows
 from spmdrl.types import NO_TEACHER, Hint, ImageSpan, Place, Sequence, TurnSpan
 
 
@@ -162,8 +161,8 @@ def exchange(
     whole = torch.tensor([*chain.from_iterable(map(_whole_numbers, everything))], dtype=torch.int64)
     logprobs_sent = chain.from_iterable(s.rollout_logprobs for s in everything)
     fractions = torch.tensor([*logprobs_sent], dtype=torch.float32)
-    whole = _all_to_all(whole, *splits(lambda info: info.num_whole), mesh)
-    fractions = _all_to_all(fractions, *splits(lambda info: info.num_tokens), mesh)
+    whole = exchange_rows(mesh, whole, *splits(lambda info: info.num_whole))
+    fractions = exchange_rows(mesh, fractions, *splits(lambda info: info.num_tokens))
 
     parts = whole.split([info.num_whole for info in incoming])
     logprobs = fractions.split([info.num_tokens for info in incoming])
@@ -184,7 +183,7 @@ def exchange(
         columns = [column.flatten() for s in everything if (column := getattr(s, name)) is not None]
         # As bytes: not every backend knows every dtype.
         flat = torch.cat([torch.empty(0, dtype=dtype), *columns]).view(torch.uint8)
-        flat = _all_to_all(flat, *splits(num_bytes), mesh).view(dtype)
+        flat = exchange_rows(mesh, flat, *splits(num_bytes)).view(dtype)
         of_sequences = zip(received, incoming, flat.split([size(info) for info in incoming]), strict=True)
         received = [
             replace(sequence, **{name: values.view(info.wide[name])}) if size(info) else sequence
@@ -219,7 +218,7 @@ def send_tensors(
     def num_bytes(of_ranks: list[list[str]]) -> list[int]:
         return [sum(sizes[name].numel() for name in names) * dtype.itemsize for names in of_ranks]
 
-    received = _all_to_all(flat, num_bytes(outgoing), num_bytes(incoming), mesh).view(dtype)
+    received = exchange_rows(mesh, flat, num_bytes(outgoing), num_bytes(incoming)).view(dtype)
     names = [name for of_rank in incoming for name in of_rank]
     parts = received.split([sizes[name].numel() for name in names])
     return own | {name: part.view(sizes[name]) for name, part in zip(names, parts, strict=True)}
@@ -289,9 +288,3 @@ def _bits(value: float) -> int:
 
 def _from_bits(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def _all_to_all(values: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
-    output = values.new_empty(sum(received))
-    dist.all_to_all_single(output, values, received, sent, group=mesh.get_group())
-    return output

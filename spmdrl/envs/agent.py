@@ -222,13 +222,11 @@ class AgentRun:
                 reward=self._take_reward(), role_rewards=self._take_role_rewards(), done=True, metrics=self._metrics
             )
         )
-        return dataclasses.replace(ended, metrics={**ended.metrics, **self._counts()})
-
-    def _counts(self) -> dict[str, float]:
-        """The calls that were refused: this run's own, and those with no open key since an episode last ended."""
+        # The calls that were refused: this run's own, and those with no open key since an episode last ended.
         endpoint = self._agent.endpoint
         refused, endpoint.num_refused = endpoint.num_refused, 0
-        return {"malformed_calls": self._num_malformed, "refused_calls": refused}
+        counts = {"malformed_calls": self._num_malformed, "refused_calls": refused}
+        return dataclasses.replace(ended, metrics={**ended.metrics, **counts})
 
     def _take_role_rewards(self) -> dict[str, float]:
         rewards, self._role_rewards = self._role_rewards, {}

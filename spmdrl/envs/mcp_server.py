@@ -39,13 +39,10 @@ class McpServer:
             server.tools = [server._tool(described) for described in await _listed(client)]
         except Exception as error:
             await server.close()
-            said = f"; it said last: {one_line(words)}" if (words := server.last_words()) else ""
+            words = server._session.errors.last_line() if server._session is not None else ""
+            said = f"; it said last: {one_line(words)}" if words else ""
             raise ValueError(f"the MCP server {' '.join(command)} cannot be used: {_reason(error)}{said}") from error
         return server
-
-    def last_words(self) -> str:
-        """Return the last line of the server's standard error, once it has ended."""
-        return self._session.errors.last_line() if self._session is not None else ""
 
     async def close(self) -> None:
         if self._session is not None:
@@ -91,6 +88,7 @@ class _Errors:
                 self._last = line.strip() or self._last
 
     def last_line(self) -> str:
+        """Return the last line, once the server has ended."""
         self._thread.join(1.0)  # others that the server has started may have its stream
         return self._last
 

@@ -137,15 +137,13 @@ class Watch:
         self._heartbeat.note(text)
 
     def note_all(self, lines: Iterable[str], *, show: Callable[[str], None]) -> None:
-        """Write lines to the rank's log, each with what explains it, and show them to the user."""
-        for line in map(self.with_oom_kills, lines):
+        """Write lines to the rank's log, and show them; one about a killed process ends with what the kernel has killed
+        for lack of memory."""
+        for text in lines:
+            hints = OomKills.now().since(self._oom_kills) if "SIGKILL" in text else []
+            line = "; ".join([text, *hints])
             self.note(line)
             show(line)
-
-    def with_oom_kills(self, text: str) -> str:
-        """Add to a sentence about a killed process what the kernel has killed for lack of memory."""
-        hints = OomKills.now().since(self._oom_kills) if "SIGKILL" in text else []
-        return "; ".join([text, *hints])
 
     def request_stop(self, request: StopRequest | None) -> None:
         """Pass on a stop request that another rank received; None does nothing."""

@@ -26,7 +26,7 @@ class PhaseMemory:
     @classmethod
     def of(cls, name: str, device: Parts, host: Parts, elsewhere: Parts = MappingProxyType({})) -> PhaseMemory:
         """Make a phase from these parts, leaving out the empty ones."""
-        return cls(name, *map(not_empty, (device, host, elsewhere)))
+        return cls(name, *({part: size for part, size in parts.items() if size} for parts in (device, host, elsewhere)))
 
     @property
     def on_device(self) -> Parts:
@@ -47,11 +47,6 @@ class PhaseMemory:
     def host_bytes(self) -> int:
         """Bytes on the host, of this process."""
         return sum(self.host.values())
-
-
-def not_empty(parts: Parts) -> Parts:
-    """Return the parts that take anything."""
-    return {part: size for part, size in parts.items() if size}
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,11 +135,6 @@ def _unused_blocks(cfg: Config | TuningConfig, rank: Rank, device: Parts) -> int
     return max(0, total - sum(device.values()))
 
 
-def phase_memory(cfg: Config, rank: Rank, plan: MemoryPlan) -> list[PhaseMemory]:
-    """List the phases of a rank in the order of a step, with its engine, or with that of a disaggregated rank."""
-    return [*_phases(cfg, rank, plan)]
-
-
 def copy_ranks(cfg: Config | TuningConfig, run: Plan) -> int:
     """Count the ranks that hold one copy of the policy together."""
     return run.training_ranks // cfg.parallel.dp_replicate
@@ -153,10 +148,18 @@ def micro_batch_tokens(cfg: Config | TuningConfig, run: Plan) -> int:
     return math.ceil(min(budget, whole_mini_batch) / cfg.parallel.cp)
 
 
-def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
+def phases_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
+    """Yield the phases of a rank in the order of a step, with its engine, or with that of a disaggregated rank."""
     load, *training = training_phases(cfg, rank)
     disaggregated = cfg.rollout.placement == "disaggregated"
-    alone, more_host = _host(cfg, rank), _host_with_engine(cfg, rank, plan)
+    shares_memory = cfg.refit.transport == "shared_memory"
+    alone, more_host = (
+        _host(cfg, rank),
+        {
+            "sleeping trainer": plan.moved,
+            "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if shares_memory else 0,
+        },
+    )
     asleep = {"trainer": plan.asleep, "refit buckets": plan.buckets}
     awake = {"refit buckets": plan.buckets}
 
@@ -174,7 +177,8 @@ def _phases(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[PhaseMemory]:
     yield load
     refit = PhaseMemory("refit", {}, alone, beside)
     rollout = PhaseMemory("rollout", {}, alone, rank.engine_overhead.while_sampling)
-    yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, _engine_in_refit(cfg, plan)))
+    cache = 0 if "kv_cache" in cfg.offload.engine else plan.engine_share or 0  # with the weights beside it
+    yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, cache))
     during_rollout = {"refit bucket": plan.buckets // 2} if disaggregated else asleep
     yield with_engine(rollout, during_rollout, engine_bytes=_engine_in_rollout(cfg, rank, plan))
     needs_old = takes_old_pass(cfg, num_updates=rank.run.updates_per_step)
@@ -226,15 +230,6 @@ def _host(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         "features of images": features(rank.frozen_tower)
         + max((features(one.tower) for one in rank.frozen), default=0),
         "pixels of images": pixels_bytes(rank.trained_tower, cfg, rank.run) if rank.trained_tower else 0,
-    }
-
-
-def _host_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> dict[str, int]:
-    """More parts of the host in a run with an engine: the sleeping trainer, frozen models, and buckets of a refit."""
-    in_shared_memory = cfg.refit.transport == "shared_memory"
-    return {
-        "sleeping trainer": plan.moved,
-        "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if in_shared_memory else 0,
     }
 
 
@@ -451,12 +446,6 @@ def _visiting_state(cfg: Config | TuningConfig, rank: Rank) -> dict[str, int]:
         return {}
     block = min(STATE_BLOCK_BYTES, max(size.stepped for size in rank.trained) * _FLOAT32)
     return {"visiting state": block * states_per_weight(cfg.optim)}
-
-
-def _engine_in_refit(cfg: Config, plan: MemoryPlan) -> int:
-    """Bytes of the engine during a refit: its weights, and its cache unless that was released."""
-    share = plan.engine_share or 0
-    return share if "kv_cache" not in cfg.offload.engine else plan.engine_weights
 
 
 def _engine_in_rollout(cfg: Config, rank: Rank, plan: MemoryPlan) -> int:

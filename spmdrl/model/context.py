@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +41,7 @@ from spmdrl.model.kernels import (
     refuse_sinks,
     window_size,
 )
+from spmdrl.model.tensor_parallel import exchange
 from spmdrl.model.tree_attention import chunk_of_tree, tree_attention
 from spmdrl.types import PrefixTree, UserError
 
@@ -247,31 +247,10 @@ class _GatherTokens(torch.autograd.Function):
         return grad.narrow(0, ctx.rank * ctx.num_tokens, ctx.num_tokens), None
 
 
-class _Exchange(torch.autograd.Function):
-    """Send `send[r]` rows to each rank r and receive `receive[r]` from it; gradients return the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMesh) -> Tensor:
-        ctx.send, ctx.receive, ctx.mesh = send, receive, mesh
-        return _exchange(rows, send, receive, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.receive, ctx.send, ctx.mesh), None, None, None
-
-
-def _exchange(rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMesh) -> Tensor:
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=mesh.get_group())
-    return received
-
-
 def _swap(blocks: Tensor, mesh: DeviceMesh) -> Tensor:
     """Send block r of [R, ...] to rank r; the result is in the order of the ranks."""
     one_each = [1] * mesh.size()
-    swapped: Tensor = _Exchange.apply(blocks, one_each, one_each, mesh)
-    return swapped
+    return exchange(blocks, one_each, one_each, mesh)
 
 
 def tokens_for_heads(features: Sequence[Tensor], mesh: DeviceMesh) -> tuple[Tensor, ...]:
@@ -376,7 +355,7 @@ def _heads_per_group(total_tokens: int, key: Tensor) -> int:
 def _with_earlier_tokens(local: Tensor, view: _ChunkView, mesh: DeviceMesh) -> Tensor:
     """Put the values of the earlier tokens that this rank's queries see before its own values [n, ...]."""
     sent = [local[tokens] for tokens in view.send]
-    return torch.cat([_Exchange.apply(torch.cat(sent), [*map(len, sent)], view.receive, mesh), local])
+    return torch.cat([exchange(torch.cat(sent), [*map(len, sent)], view.receive, mesh), local])
 
 
 @dataclass(frozen=True, slots=True)

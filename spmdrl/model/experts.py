@@ -12,11 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spmdrl.model.tensor_parallel import copy_to, gather_parts, own_part, own_weight, parameters_as, reduce_from
+from spmdrl.model.tensor_parallel import (
+    copy_to,
+    exchange,
+    gather_parts,
+    local_part,
+    own_part,
+    parameters_as,
+    reduce_from,
+)
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -26,7 +33,7 @@ def split_experts(module: nn.Module, tp: DeviceMesh) -> None:
     compute: Experts = module.forward
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        with parameters_as(module, own_weight):
+        with parameters_as(module, local_part):
             parts = compute(copy_to(hidden_states, tp), top_k_index, copy_to(top_k_weights, tp))
         return reduce_from(parts, tp)
 
@@ -45,7 +52,7 @@ def distribute_experts(module: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> Non
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         mine, chosen, weights = (own_part(x, tp, 0) for x in (hidden_states, top_k_index, top_k_weights))
-        with parameters_as(module, own_weight):
+        with parameters_as(module, local_part):
             outputs = _dispatch(mine, chosen, weights, compute, num_experts=num_experts, ep=ep)
         return gather_parts(outputs, tp, 0, hidden_states.shape[0])
 
@@ -72,11 +79,11 @@ def _dispatch(
     dist.all_to_all_single(received, sent, group=ep.get_group())
     num_sent, num_received = torch.stack([sent.sum(1), received.sum(1)]).tolist()
 
-    arrived = _AllToAll.apply(hidden[order // num_chosen], num_sent, num_received, ep)
+    arrived = exchange(hidden[order // num_chosen], num_sent, num_received, ep)
     local_ids = torch.arange(received.shape[1], device=hidden.device).repeat(ep.size())
     arrived_ids = local_ids.repeat_interleave(received.flatten(), output_size=sum(num_received))
     computed = _apply_experts(arrived, arrived_ids, compute)
-    returned = _AllToAll.apply(computed, num_received, num_sent, ep)
+    returned = exchange(computed, num_received, num_sent, ep)
 
     by_choice = returned[order.argsort()].unflatten(0, expert_ids.shape)
     return (by_choice * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
@@ -109,23 +116,3 @@ def joining_experts(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Modul
         if getattr(module, "zero_expert_num", 0) and hasattr(module, "gate_up_proj"):
             kind = type(module)
             yield module, type(kind.__name__, (_Joining, kind), {})
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send `num_sent[r]` rows of x [N, D] to each rank r, in order; return those received, in the order of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_sent: list[int], num_received: list[int], mesh: DeviceMesh) -> Tensor:
-        ctx.num_sent, ctx.num_received, ctx.mesh = num_sent, num_received, mesh
-        return _exchange_rows(x, num_sent, num_received, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange_rows(grad, ctx.num_received, ctx.num_sent, ctx.mesh), None, None, None
-
-
-def _exchange_rows(x: Tensor, num_sent: list[int], num_received: list[int], mesh: DeviceMesh) -> Tensor:
-    arrived = x.new_empty(sum(num_received), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), num_received, num_sent, group=mesh.get_group())
-    return arrived

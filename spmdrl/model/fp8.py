@@ -37,10 +37,10 @@ def is_quantized(name: str, num_dims: int) -> bool:
     return num_dims in (2, 3) and _PROJECTION.search(name) is not None and _TOWER.search(name) is None
 
 
-def scales_shape(shape: Sequence[int], block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Size:
+def scales_shape(shape: Sequence[int]) -> torch.Size:
     """Return the shape of the scales [..., blocks of rows, blocks of columns] of a weight [..., rows, columns]."""
     *others, rows, columns = shape
-    return torch.Size([*others, -(-rows // block[0]), -(-columns // block[1])])
+    return torch.Size([*others, -(-rows // BLOCK), -(-columns // BLOCK)])
 
 
 def block_maxima(part: Tensor, first: tuple[int, int] = (0, 0)) -> Tensor:

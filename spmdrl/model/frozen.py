@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spmdrl.config import ModelConfig
 from spmdrl.config.distill import REFERENCE, OtherModelConfig
@@ -22,6 +21,7 @@ from spmdrl.model.kernels import Kernel
 from spmdrl.model.load import load_policy, role_of
 from spmdrl.model.policy import PackedModel, Policy, TokenLogprobs
 from spmdrl.model.sharding import turn_of
+from spmdrl.model.tensor_parallel import local_part
 from spmdrl.types import MicroBatch, TopTokens
 
 
@@ -140,6 +140,6 @@ class Follower:
         pairs = zip(self.model.named_parameters(), policy.named_parameters(), strict=True)
         for (name, own), (other_name, other) in pairs:
             assert name == other_name, f"{name} would follow {other_name}"
-            mine, its = (x.to_local() if isinstance(x, DTensor) else x for x in (own, other))
+            mine, its = map(local_part, (own, other))
             mine.lerp_(its.to(mine.device, mine.dtype), 1.0 - self.decay)
         self.model.refresh()

@@ -48,11 +48,11 @@ class SequenceLayout:
 
 def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
     """Let each query see the keys of its own sequence, up to its own token."""
+    in_runs = functools.partial(_sdpa_in_runs, layout)
     if kernel == "sdpa":
-        return functools.partial(_sdpa_in_runs, layout)
+        return in_runs
     if kernel == "invariant":
-        plain = functools.partial(_sdpa_in_runs, layout)
-        return functools.partial(causal_in_tiles, layout.seqlens, sum(layout.earlier), plain)
+        return functools.partial(causal_in_tiles, layout.seqlens, sum(layout.earlier), in_runs)
     if kernel == "sglang_fa3" or kernel == "sglang_triton":
         assert not layout.earlier and layout.sampled is not None, "an engine's kernels need whole rollouts"
         return functools.partial(
@@ -63,7 +63,8 @@ def causal_attention(layout: SequenceLayout, kernel: Kernel) -> CausalAttention:
             layout.sampled,
             causal_attention(layout, "varlen"),
         )
-    flash, in_runs = functools.partial(load_varlen(kernel), _offsets(layout)), functools.partial(_sdpa_in_runs, layout)
+    offsets = offsets_of(layout.seqlens, layout.key_lengths, layout.cu_seqlens)
+    flash = functools.partial(load_varlen(kernel), offsets)
     return lambda q, k, v, layer: (flash if has_flash(kernel, q.shape[-1], layer) else in_runs)(q, k, v, layer)
 
 
@@ -150,10 +151,6 @@ class Offsets(NamedTuple):
     cu_keys: Tensor  # [S+1] int32
     max_queries: int
     max_keys: int
-
-
-def _offsets(layout: SequenceLayout) -> Offsets:
-    return offsets_of(layout.seqlens, layout.key_lengths, layout.cu_seqlens)
 
 
 def offsets_of(queries: list[int], keys: list[int], cu_queries: Tensor) -> Offsets:

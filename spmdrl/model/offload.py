@@ -179,16 +179,14 @@ class HostBuffers:
 
     def take(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return memory [size] uint8 for each name."""
-        new = {name: size for name, size in sizes.items() if not self._holds(name, size)}
+        known = {name: place.numel() for name, place in self._places.items()}
+        new = {name: size for name, size in sizes.items() if known.get(name) != size}
         block_sizes, places = plan_blocks(new)
         blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in block_sizes]
         for name, (block, start) in places.items():
             self._places[name] = blocks[block][start : start + new[name]]
         self.num_bytes += sum(block_sizes)
         return {name: self._places[name] for name in sizes}
-
-    def _holds(self, name: str, size: int) -> bool:
-        return name in self._places and self._places[name].numel() == size
 
 
 def plan_blocks(sizes: Mapping[str, int]) -> tuple[list[int], dict[str, tuple[int, int]]]:

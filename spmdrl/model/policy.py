@@ -28,7 +28,7 @@ from spmdrl.model.mixer import NodeLevels
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import lengths_of_tokens
 from spmdrl.model.routes import FREE, Routers
-from spmdrl.model.tensor_parallel import own_weight
+from spmdrl.model.tensor_parallel import local_part
 from spmdrl.model.tree_attention import tree_attention
 from spmdrl.model.trunk import PlacedFeatures, Trunk
 from spmdrl.types import Grid, ImageSpan, MicroBatch, TopTokens
@@ -308,7 +308,7 @@ class Policy(PackedModel):
     def _head(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's rows of the head, weight [V, D] and bias [V]."""
         head = self.model.get_output_embeddings()
-        return own_weight(head.weight), None if head.bias is None else own_weight(head.bias)
+        return local_part(head.weight), None if head.bias is None else local_part(head.bias)
 
     def _scale_at(self, temperature: float) -> Scale:
         """Return what makes z of the head's outputs, for distributions at a temperature."""

@@ -88,7 +88,8 @@ def shard_policy(
         axes = _sharding_axes(meshes.expert, "expert_shard")
         shard_unit(experts, axes, reshard=reshard_layers, precision=without_casts, offload=offload)
     axes = _sharding_axes(meshes.dense, "shard")
-    is_one_unit = meshes.dense["shard"].size() == 1 and dtype == torch.float32 and _num_bytes(policy) <= _ONE_UNIT_BYTES
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
+    is_one_unit = meshes.dense["shard"].size() == 1 and dtype == torch.float32 and num_bytes <= _ONE_UNIT_BYTES
     if not is_one_unit:
         for unit in (*decoder_layers(policy.model), *policy.trunk.tower_blocks, *policy.trunk.towers):
             shard_unit(unit, axes, reshard=reshard_layers, precision=precision, offload=offload)
@@ -122,10 +123,6 @@ def _shard_unit(
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     if mesh.size() > 1:  # one rank has no sum to divide, yet torch would divide by a factor of 1, into a copy
         unit.set_gradient_divide_factor(1.0)
-
-
-def _num_bytes(policy: PackedModel) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
 
 
 def _sharding_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:

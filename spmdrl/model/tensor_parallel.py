@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from spmdrl.dist.collectives import gather_flat, sum_over
+from spmdrl.dist.collectives import exchange_rows, gather_flat, sum_over
 from spmdrl.model.linear import linear
 
 
@@ -40,6 +40,11 @@ def own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 def gather_parts(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """Join the parts that `own_part` made, of `size` along `dim` in all, on every rank."""
     return _Gather.apply(x, mesh, dim, size) if mesh.size() > 1 else x
+
+
+def exchange(rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMesh) -> Tensor:
+    """Send `send[r]` rows to each rank r, in order, and receive `receive[r]` from it; gradients return the same way."""
+    return _Exchange.apply(rows, send, receive, mesh)
 
 
 class _Copy(torch.autograd.Function):
@@ -89,6 +94,18 @@ class _Gather(torch.autograd.Function):
         return _slice(grad, ctx.mesh, ctx.dim), None, None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], mesh: DeviceMesh) -> Tensor:
+        ctx.send, ctx.receive, ctx.mesh = send, receive, mesh
+        return exchange_rows(mesh, rows, send, receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(ctx.mesh, grad, ctx.receive, ctx.send), None, None, None
+
+
 def _slice(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     size = x.shape[dim]
     each = math.ceil(size / mesh.size())
@@ -114,9 +131,9 @@ def split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
     module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
-def own_weight(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, for use in a layer; gradients flow to that part."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; of a parameter in a layer, gradients flow to that part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -158,7 +175,7 @@ class _SplitLinear(nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, own_weight(self.weight), bias)
+        return linear(x, local_part(self.weight), bias)
 
 
 class ColwiseLinear(_SplitLinear):
@@ -167,7 +184,7 @@ class ColwiseLinear(_SplitLinear):
     shared_copy: SharedCopy
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else own_weight(self.bias)
+        bias = None if self.bias is None else local_part(self.bias)
         return self.product(self.shared_copy(input), bias)
 
 
@@ -244,7 +261,7 @@ def split_embedding(module: nn.Embedding, mesh: DeviceMesh) -> None:
     def forward(input: Tensor) -> Tensor:
         rows = input - first
         elsewhere = (rows < 0) | (rows >= num_rows)
-        with parameters_as(module, own_weight):
+        with parameters_as(module, local_part):
             found = look_up(rows.masked_fill(elsewhere, 0))
         return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 

@@ -36,7 +36,7 @@ from spmdrl.memory.device import (
 from spmdrl.memory.images import Tower
 from spmdrl.memory.overhead import Overhead, device_overheads
 from spmdrl.memory.phase import FrozenModelSize, PhaseMemory, Rank, StoredModel
-from spmdrl.memory.phases import copy_ranks, phase_memory, training_phases, turn_problems
+from spmdrl.memory.phases import copy_ranks, phases_with_engine, training_phases, turn_problems
 from spmdrl.model.fp8 import is_quantized
 from spmdrl.model.fused import has_fused_layers
 from spmdrl.model.kernels import varlen_takes_groups
@@ -173,7 +173,7 @@ def predict(cfg: Config | TuningConfig, model: Model, *, num_ranks: int, device_
             bucket_bytes=bucket,
         ),
     ]
-    return Prediction(rank=rank, plan=plan, phases=phase_memory(cfg, rank, plan), problems=problems)
+    return Prediction(rank=rank, plan=plan, phases=[*phases_with_engine(cfg, rank, plan)], problems=problems)
 
 
 def predict_here(cfg: Config | TuningConfig, model: Model, *, num_ranks: int) -> Prediction:
@@ -273,15 +273,9 @@ def with_costs(plan: Plan, pack: PackConfig, cfg: ModelConfig, model_config: Any
     if pack.balance == "tokens":
         return plan
     shapes, _ = parameter_shapes(model_config, cfg)
-    linear, quadratic = sequence_flops(model_config, shapes)
-    return dataclasses.replace(plan, cost_per_token=linear, cost_per_squared_token=quadratic)
-
-
-def sequence_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return what `forward_flops` does, in the largest unit in which both are whole numbers."""
     linear, quadratic = forward_flops(model_config, shapes)
     unit = math.gcd(linear, quadratic)
-    return linear // unit, quadratic // unit
+    return dataclasses.replace(plan, cost_per_token=linear // unit, cost_per_squared_token=quadratic // unit)
 
 
 def forward_flops(model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -225,11 +225,8 @@ class _Findings:
 
 def _open_policy(cfg: Config | TuningConfig) -> OpenedModel:
     config = load_model_config(cfg.model)
-    return OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, config, drops_head=_trains_reward_model(cfg))
-
-
-def _trains_reward_model(cfg: Config | TuningConfig) -> bool:
-    return isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model
+    drops_head = isinstance(cfg, PreferencesConfig) and cfg.pairs.trains_reward_model
+    return OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, config, drops_head=drops_head)
 
 
 def _open_critic(cfg: Config | TuningConfig, policy: OpenedModel) -> OpenedModel | None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from spmdrl.dist.collectives import gather_flat, largest_over
@@ -24,6 +23,7 @@ from spmdrl.model.load import persistent_buffers
 from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
+from spmdrl.model.tensor_parallel import local_part
 from spmdrl.refit.bucket import Bucket, Naming, Weight, divide_frozen, plan_buckets, splits_of
 from spmdrl.types import UserError
 
@@ -138,8 +138,7 @@ class Gatherer:
     def _local(self, name: str) -> Tensor:
         """Return this rank's part of a weight."""
         module, attribute = self._owners[name]
-        tensor = getattr(module, attribute)
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(getattr(module, attribute))
 
     def _gather(self, bucket: Bucket, tensors: dict[str, Tensor]) -> dict[Weight, Tensor]:
         """Gather all ranks' parts of each sharded weight: [R, n] in the dtype to send, padded where ranks have less."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spmdrl.algo.metrics import Metrics, scalars
 from spmdrl.algo.seeds import uniform
@@ -25,6 +24,7 @@ from spmdrl.config.strict import as_written, parse_own_json
 from spmdrl.dist.collectives import raise_on_all_ranks
 from spmdrl.learn.learner import POLICY, Learner
 from spmdrl.model.policy import PackedModel, TokenLogprobs
+from spmdrl.model.tensor_parallel import local_part
 from spmdrl.model.weight_files import write_tensors
 from spmdrl.refit.digest import digest
 from spmdrl.rollout.collect import Collected
@@ -161,16 +161,12 @@ class GradientHooks:
         update = self._updates[name]
         for parameter_name, parameter in learner.model.named_parameters():
             if update == 1:
-                self._weights[f"{name}/{parameter_name}"] = digest(_local(parameter.detach()))
+                self._weights[f"{name}/{parameter_name}"] = digest(local_part(parameter.detach()))
             if parameter.grad is not None:
-                self._gradients[f"{name}/{update}/{parameter_name}"] = Fingerprint.of(_local(parameter.grad))
+                self._gradients[f"{name}/{update}/{parameter_name}"] = Fingerprint.of(local_part(parameter.grad))
 
     def _after(self, *_: Any) -> None:
         self._depth -= 1
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _advantages(mini_batches: Iterable[MiniBatch]) -> dict[Place, Tensor]:

@@ -210,12 +210,7 @@ class Forecast:
 
 
 def forecast(
-    steps: np.ndarray,
-    values: np.ndarray,
-    *,
-    noise: float = 0.0,
-    bounds: tuple[float, float] = NO_BOUNDS,
-    seed: int = 0,
+    steps: np.ndarray, values: np.ndarray, *, noise: float = 0.0, bounds: tuple[float, float] = NO_BOUNDS
 ) -> Forecast:
     """Fit the first half of n values at these steps, of which the first is that of the untrained policy, and predict
     the last.
@@ -236,7 +231,7 @@ def forecast(
     curve = grid.fit(seen)
     fitted = np.array([curve.at(step) for step in known])
     deviation = max(noise, float(np.sqrt(np.sum((seen - fitted) ** 2) / (half - _PARAMETERS))))
-    chance = np.random.default_rng(seed)
+    chance = np.random.default_rng(0)
     ends = [
         grid.fit(fitted + chance.normal(0.0, deviation, half)).at(last) + chance.normal(0.0, deviation)
         for _ in range(_DRAWS)

@@ -90,15 +90,13 @@ class PairEncoder:
 
     def _encoded(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Yield the tokens of messages to the policy, with one for each image, its response, and the images."""
+        end = self._tokenizer.eos_token_id
+        assert end is not None
         response: tuple[int, ...] = ()
         for exchange in exchanges:
             said = self._turns.appended(exchange.messages, after=response) if exchange.messages else ()
-            response = self._response(exchange.response)
+            response = (*encode_text(self._tokenizer, exchange.response), end)
             yield said, response, sum(map(num_images, exchange.messages))
-
-    def _response(self, text: str) -> tuple[int, ...]:
-        assert self._tokenizer.eos_token_id is not None
-        return (*encode_text(self._tokenizer, text), self._tokenizer.eos_token_id)
 
 
 def answer_limit(cfg: SftConfig, encode: PairEncoder, images: ImageIntake) -> AnswerLimit:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -75,13 +75,8 @@ def set_tables(name: str, *, download: bool) -> dict[str, Any]:
 
 def seen_in_training(questions: Sequence[str], cfg: Config | TuningConfig) -> set[int]:
     """Return the places of the questions that a run's files have too: see `algo.evaluation.overlapping`."""
-    return overlapping(questions, _questions_of(cfg))
-
-
-def _questions_of(cfg: Config | TuningConfig) -> Iterator[str]:
-    files: Iterable[FileSettings] = (source for source in cfg.data.sources if isinstance(source, FileSettings))
-    for source in files:
-        yield from (row.question for row in FileSource(source, seed=0).in_file_order())
+    files = (FileSource(source, seed=0) for source in cfg.data.sources if isinstance(source, FileSettings))
+    return overlapping(questions, (row.question for file in files for row in file.in_file_order()))
 
 
 # The evaluation.

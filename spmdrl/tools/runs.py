@@ -251,8 +251,8 @@ def _ranks(run: Snapshot) -> RenderableType:
     return Group(summary, table)
 
 
-def _end_of(text: str, length: int = 60) -> str:
-    return text if len(text) <= length else f"…{text[1 - length :]}"
+def _end_of(text: str) -> str:
+    return text if len(text) <= 60 else f"…{text[-59:]}"
 
 
 def _samples(samples: Sequence[MetricsRow]) -> Table:

@@ -82,10 +82,6 @@ class _ModelTensor:
     name: str
     signature: tuple[Any, ...]
 
-    def is_same(self) -> bool:
-        """Return False when the tensor was replaced, moved or laid out in another way."""
-        return _signature_of(self.tensors.get(self.name)) == self.signature
-
 
 class CopyPlan:
     """One bucket's way into a model."""
@@ -132,8 +128,8 @@ class CopyPlan:
         )
 
     def are_valid(self) -> bool:
-        """Return True as long as the model's tensors are where they were."""
-        return all(one.is_same() for one in self._targets)
+        """Return True as long as none of the model's tensors was replaced, moved or laid out in another way."""
+        return all(_signature_of(one.tensors.get(one.name)) == one.signature for one in self._targets)
 
     @torch.no_grad()
     def repeat(self, model: Any, flat: Tensor) -> None:

@@ -215,7 +215,8 @@ def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     biases = [None] * len(slabs) if bias is None else bias.split(COLUMNS)
     rows = []
     for tile in tiles:
-        columns = [_product(tile, *slab) for slab in zip(slabs, biases, strict=True)]
+        pairs = zip(slabs, biases, strict=True)
+        columns = [torch.ops.mkldnn._linear_pointwise(tile, *pair, "none", [], "") for pair in pairs]
         rows.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
     return (rows[0] if len(rows) == 1 else torch.cat(rows))[:num_rows]
 
@@ -227,10 +228,6 @@ def _tile_sizes(num_rows: int) -> list[int]:
         count, num_rows = divmod(num_rows, tile)
         sizes += [tile] * count
     return sizes + [next(tile for tile in _LAST_TILES if tile >= num_rows)] * (num_rows > 0)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Silu(torch.autograd.Function):

@@ -20,7 +20,7 @@ from spmdrl.model.tensor_parallel import (
     LatentLinear,
     RowwiseLinear,
     RowwiseSplittingLinear,
-    own_weight,
+    local_part,
     parameters_as,
     reduce_from,
 )
@@ -209,7 +209,7 @@ class ExpertsTarget:
             count_once(b, self.tp)
 
         def changed(weight: Tensor) -> Tensor:
-            own = own_weight(weight)
+            own = local_part(weight)
             each_a, each_b = _of_each(a, b, count) if part is None else part(*_of_each(a, b, count))
             return own + (scale * self._multiply(each_a, each_b)).to(own.dtype)
 

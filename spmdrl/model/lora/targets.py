@@ -25,8 +25,9 @@ def targets_of(
     found: list[Target] = [
         LinearTarget(name, layer, multiply, tp) for name, layer in _linears(model) if _is_wanted(name, wanted)
     ]
-    for name, module in _experts(model):
-        chosen = [weight for weight in _weights(module) if _is_wanted(f"{name}.{weight}", wanted)]
+    for name, module in model.named_modules():
+        weights = _weights(module) if hasattr(module, "num_experts") else []
+        chosen = [weight for weight in weights if _is_wanted(f"{name}.{weight}", wanted)]
         for place, weight in enumerate(reversed(chosen)):
             # PEFT wraps a module once for each of its parameters, the last one outermost.
             found.append(ExpertsTarget(name + place * ".base_layer", f"{name}.{weight}", module, tp))
@@ -78,12 +79,6 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     bare = family_of(model.config).bare_linears
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module in decoder and not (bare and name.endswith(bare)):
-            yield name, module
-
-
-def _experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "num_experts") and _weights(module):
             yield name, module
 
 
