@@ -110,8 +110,8 @@ def read_fields(path: Path, types: Mapping[str, str]) -> dict[str, Any] | None:
     return content if right else None
 
 
-def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object atomically: a reader finds the old one or the new one."""
+def replace_json(path: Path, content: Any) -> None:
+    """Write a value atomically: a reader finds the old one or the new one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(content), encoding="utf-8")

@@ -23,7 +23,7 @@ _CUT = " [...] "
 
 def one_line(text: str) -> str:
     """Return a text as one printable line of at most `MAX_LINE_CHARACTERS`, the middle of a longer one left out."""
-    return _shortened(escaped(_shortened(text, MAX_LINE_CHARACTERS)), MAX_LINE_CHARACTERS)
+    return _shortened(escaped(_shortened(text)))
 
 
 def lines(text: str) -> str:
@@ -132,8 +132,8 @@ def sentence_of(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most]
 
 
-def _shortened(text: str, most: int) -> str:
-    if len(text) <= most:
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_LINE_CHARACTERS:
         return text
-    room = most - len(_CUT)
+    room = MAX_LINE_CHARACTERS - len(_CUT)
     return text[: room - room // 3] + _CUT + text[len(text) - room // 3 :]

@@ -264,7 +264,7 @@ class Watch:
                 heartbeat.write()
             self._watchdog.check(now)
             if error_at and now - error_at > ERROR_WAIT_S:
-                self._leave_within(LEAVE_S, EXIT_LOST_RANK, "another rank has failed")
+                self._leave_soon(EXIT_LOST_RANK, "another rank has failed")
                 error_at = 0.0
             if self._leave is not None and now > self._leave[0] and not self._failing:
                 self.note(f"ended with exit code {self._leave[1]}")
@@ -279,21 +279,21 @@ class Watch:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:
-            self._leave_within(LEAVE_S, EXIT_INTERRUPTED, "interrupted")
+            self._leave_soon(EXIT_INTERRUPTED, "interrupted")
         elif number in STOP_SIGNALS:
             name = signal.Signals(number).name
             if number == signal.SIGTERM and self._heartbeat.job_is_ending():
                 # torchrun ends the other ranks with SIGTERM when one has failed.
-                self._leave_within(LEAVE_S, EXIT_LOST_RANK, "SIGTERM, and another rank has ended")
+                self._leave_soon(EXIT_LOST_RANK, "SIGTERM, and another rank has ended")
             else:
                 self.note(f"{name}: stop requested")
                 self._stop_requests.add(StopRequest(name))
 
-    def _leave_within(self, seconds: float, code: int, why: str) -> None:
-        """End this process after this time if it has not ended by itself: it may be waiting for ranks that are gone."""
+    def _leave_soon(self, code: int, why: str) -> None:
+        """End this process after `LEAVE_S` if it has not ended by itself: it may be waiting for ranks that are gone."""
         if self._leave is None:
             self.note(why)
-            self._leave = (time.monotonic() + seconds, code)
+            self._leave = (time.monotonic() + LEAVE_S, code)
 
     def _read_files(self) -> None:
         """Look for the file `stop`, and for a hang that another rank has reported."""

@@ -43,7 +43,7 @@ from spmdrl.model.layer_kinds import cached_heads
 from spmdrl.model.layers import replace_layers
 from spmdrl.model.lora.quantized import QuantizedLinear, quantized_weights
 from spmdrl.model.operators import operators_of
-from spmdrl.model.param_groups import freeze_problems, frozen_parameters, rate_problems
+from spmdrl.model.param_groups import frozen_parameters
 from spmdrl.model.policy import Critic, PackedModel, Policy
 from spmdrl.model.recurrent import recurrent_context_problems
 from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_layers, shard_policy
@@ -136,17 +136,6 @@ def parallel_model_problems(
         for of_keys in sorted({number for number, _ in cached_heads(text).values()}):
             on_rank = [max(1, number // parallel.tp) for number in (heads, of_keys)]
             yield from context_problems(on_rank[0], on_rank[1], parallel.cp, parallel.cp_style)
-
-
-def frozen_part_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each of `model.freeze` that does not fit the model; takes no memory."""
-    yield from freeze_problems(model_without_memory(model_config, cfg), cfg.freeze)
-
-
-def own_rate_problems(model_config: Any, cfg: ModelConfig, rates: Mapping[str, float]) -> Iterator[str]:
-    """Yield a sentence for each of `optim.rates` that does not fit the model; takes no memory."""
-    if rates:
-        yield from rate_problems(model_without_memory(model_config, cfg), rates, cfg.freeze)
 
 
 def frozen_names(model_config: Any, cfg: ModelConfig) -> frozenset[str]:
@@ -469,7 +458,8 @@ def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
     return nn.Parameter(DTensor(copy, parameter._spec, requires_grad=False), requires_grad=parameter.requires_grad)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are part of a model's weights: those in its state dict."""
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters, tied ones once, and the buffers in its state dict."""
     names = model.state_dict(keep_vars=True).keys()  # keep_vars touches no tensor: parameters may be asleep
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
+    return dict(model.named_parameters()) | buffers

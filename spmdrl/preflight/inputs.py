@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -50,14 +50,13 @@ from spmdrl.model.exact import invariant, sglang_operators
 from spmdrl.model.load import (
     compute_dtype,
     critic_shapes,
-    frozen_part_problems,
     load_critic_config,
     load_model_config,
     model_without_memory,
-    own_rate_problems,
     parallel_model_problems,
 )
 from spmdrl.model.lora.policy import adapter_problems
+from spmdrl.model.param_groups import freeze_problems, rate_problems
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.routes import balance_refusal, routes_refusal
 from spmdrl.model.tree_attention import tree_problems
@@ -118,7 +117,7 @@ def open_inputs(
         _folder_problems,
         _reward_file_problems,
         lambda cfg: sink_problems(cfg.report.sinks.by_kind),
-        _curriculum_problems,
+        lambda cfg: curriculum_problems(cfg.data.curriculum) if isinstance(cfg, Config) else (),
         _engine_class_problems,
     ):
         found.ask(problems, cfg)
@@ -136,7 +135,7 @@ def open_inputs(
     for model in (policy, critic, *beside) if critic and critic.cfg.path != cfg.model.path else (policy, *beside):
         found.ask(_weight_problems, model, model is policy)
     found.ask(lambda model: adapter_problems(model.config, model.cfg, cfg.lora), policy)
-    found.ask(_head_problems, policy)
+    found.ask(lambda model: reward_model_problems(model.config, model.cfg) if model.drops_head else (), policy)
     found.ask(_vision_problems, cfg, policy)
     found.ask(_routing_problems, cfg, policy)
     found.ask(_rate_problems, cfg, policy)
@@ -214,11 +213,11 @@ class _Findings:
             pass
         return None
 
-    def ask(self, problems: Callable[..., Iterator[str]], *needed: Any, **others: Any) -> None:
+    def ask(self, problems: Callable[..., Iterable[str]], *needed: Any, **others: Any) -> None:
         """Collect the sentences of `problems`, unless something it needs is None or not set."""
         self.get(partial(self._collect, problems), *needed, **others)
 
-    def _collect(self, problems: Callable[..., Iterator[str]], *about: Any, **others: Any) -> None:
+    def _collect(self, problems: Callable[..., Iterable[str]], *about: Any, **others: Any) -> None:
         for sentence in problems(*about, **others):
             self.sentences.append(sentence)
 
@@ -386,10 +385,6 @@ def _loss_problems(cfg: Config | TuningConfig) -> Iterator[str]:
         tried += [one.loss, (one.advantage, one.loss)]
 
 
-def _curriculum_problems(cfg: Config | TuningConfig) -> Iterator[str]:
-    yield from curriculum_problems(cfg.data.curriculum) if isinstance(cfg, Config) else ()
-
-
 def _reward_file_problems(cfg: Config | TuningConfig) -> Iterator[str]:
     """Yield a sentence for each file of a reward that is missing; a sandboxed process tries the functions later."""
     for place, term in enumerate(cfg.reward.terms if isinstance(cfg, Config) else ()):
@@ -486,13 +481,8 @@ def _tree_problems(cfg: Config | TuningConfig, plan: Plan, model: OpenedModel) -
         yield from tree_problems(model.config, plan.max_sequence_tokens + hint)
 
 
-def _head_problems(policy: OpenedModel) -> Iterator[str]:
-    if policy.drops_head:
-        yield from reward_model_problems(policy.config, policy.cfg)
-
-
 def _vision_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
-    yield from frozen_part_problems(policy.config, policy.cfg)
+    yield from freeze_problems(model_without_memory(policy.config, policy.cfg), policy.cfg.freeze)
     yield from vision_problems(cfg, policy.config)
 
 
@@ -516,8 +506,8 @@ def _routing_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterat
 
 
 def _rate_problems(cfg: Config | TuningConfig, policy: OpenedModel) -> Iterator[str]:
-    if cfg.lora is None:
-        yield from own_rate_problems(policy.config, policy.cfg, cfg.optim.rates)
+    if cfg.lora is None and (rates := cfg.optim.rates):
+        yield from rate_problems(model_without_memory(policy.config, policy.cfg), rates, policy.cfg.freeze)
 
 
 def _vocabulary_problems(tokenizer: PreTrainedTokenizerBase, model: OpenedModel) -> Iterator[str]:

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from spmdrl.dist.collectives import gather_flat, largest_over
 from spmdrl.families import family_of
 from spmdrl.model.fp8 import BLOCK, DTYPE, SCALES, block_maxima, is_quantized, quantized, scales_of, scales_shape
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import weights_of
 from spmdrl.model.lora.quantized import QuantizedLinear
 from spmdrl.model.policy import PackedModel
 from spmdrl.model.sharding import reshard
@@ -56,8 +56,7 @@ class Gatherer:
         self._mesh = mesh
         self._change_of = policy.change_of if merge else lambda _: None
         reshard(policy)
-        # Parameters (tied ones once) and the buffers that belong to the weights.
-        tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
+        tensors = weights_of(self._model)
         # Parameters are found by (module, attribute): listing all of them takes longer than copying a small bucket.
         self._owners = {name: _owner(self._model, name) for name in tensors}
         layers = {name: module for name, (module, _) in self._owners.items() if isinstance(module, QuantizedLinear)}

@@ -94,7 +94,6 @@ class StepFingerprint:
 
     def write(self, path: Path) -> None:
         """Write a file; it gets its final name once it is complete. Raises UserError if it cannot be written."""
-        unfinished = path.with_suffix(".unfinished")
         tensors = {
             "places": torch.tensor(list(self.advantages), dtype=torch.int64).view(-1, 2),
             "num_tokens": torch.tensor([len(x) for x in self.advantages.values()], dtype=torch.int64),
@@ -106,9 +105,7 @@ class StepFingerprint:
                 {"weights": self.weights, "gradients": {name: one.digest for name, one in self.gradients.items()}}
             ),
         }
-        with disk_errors_explained(path):
-            write_tensors(unfinished, tensors, {"numbers": json.dumps(self.numbers)})
-            os.replace(unfinished, path)
+        _write(path, tensors, {"numbers": json.dumps(self.numbers)})
 
     @classmethod
     def read(cls, path: Path) -> StepFingerprint:
@@ -302,16 +299,19 @@ def _key(micro_batch: MicroBatch) -> bytes:
 
 def write_trainer_logprobs(folder: Path, step: int, rank: int, found: TrainerLogprobs) -> None:
     """Write a rank's file; it gets its final name once it is complete. Raises UserError if it cannot be written."""
-    path = _logprobs_path(folder, step, rank)
-    unfinished = path.with_suffix(".unfinished")
     tensors = {
         "index": torch.tensor([index for index, _ in found], dtype=torch.int64),
         "num_tokens": torch.tensor([len(token_ids) for _, token_ids in found], dtype=torch.int64),
         "token_ids": torch.tensor([token for _, token_ids in found for token in token_ids], dtype=torch.int64),
         "logprobs": torch.cat([torch.empty(0), *found.values()]),
     }
+    _write(_logprobs_path(folder, step, rank), tensors)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
+    unfinished = path.with_suffix(".unfinished")
     with disk_errors_explained(path):
-        write_tensors(unfinished, tensors)
+        write_tensors(unfinished, tensors, header)
         os.replace(unfinished, path)
 
 

@@ -21,11 +21,6 @@ def sample_rows(
     return [_sample_row(item, advantages[item.index], tokenizer) for item in rewarded]
 
 
-def answer_row(rollout: Rollout, outcome: RewardOutcome, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Make the row of an answer to a held-out prompt: that of a rollout, without what is trained on."""
-    return _row(rollout, outcome, tokenizer)
-
-
 def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Make a row of each token, the worst first, with its text, the text before it, and the logprobs of trainer and
     engine."""
@@ -47,12 +42,13 @@ def worst_token_rows(tokens: Sequence[TokenValue], tokenizer: PreTrainedTokenize
 
 def _sample_row(rewarded: RewardedRollout, advantage: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     greedy = {"greedy_reward": rewarded.baseline.reward} if rewarded.baseline else {}
-    return _row(rewarded.rollout, rewarded.outcome, tokenizer, advantage=advantage, **greedy)
+    return rollout_row(rewarded.rollout, rewarded.outcome, tokenizer, advantage=advantage, **greedy)
 
 
-def _row(
+def rollout_row(
     rollout: Rollout, outcome: RewardOutcome, tokenizer: PreTrainedTokenizerBase, **trained_on: float
 ) -> dict[str, Any]:
+    """Make the row of a rollout; an answer to a held-out prompt has nothing that is trained on."""
     logprobs = [logprob for response in rollout.responses for logprob in response.logprobs]
     return {
         "prompt_id": rollout.prompt.prompt_id,

@@ -12,7 +12,7 @@ from spmdrl.algo.metrics import Mean, Metrics, Total, Values
 from spmdrl.config import ReportConfig
 from spmdrl.conversation import Observation
 from spmdrl.dist.collectives import gather_objects
-from spmdrl.report.samples import answer_row, sample_rows
+from spmdrl.report.samples import rollout_row, sample_rows
 from spmdrl.types import EpisodeEnd, RewardedRollout, RewardOutcome, Rollout, Turn
 
 # Metrics of episodes, which are rollouts that had an environment.
@@ -133,7 +133,7 @@ def gather_answers(
     every rank, for any number of ranks. Every rank of the mesh must call this."""
     (shown,) = chosen([num_prompts], cfg.eval_samples)
     rows = [
-        answer_row(rollout, outcome, tokenizer)
+        rollout_row(rollout, outcome, tokenizer)
         for rollout, outcome in outcomes
         if rollout.prompt.prompt_id in shown and (cfg.whole_groups or rollout.sample_index == 0)
     ]

@@ -35,7 +35,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.client import open_environments
 from spmdrl.faults.text import Parser, say
 from spmdrl.model.attention import Kernel, choose_kernel
-from spmdrl.model.load import compute_dtype, load_model_config, load_plain, persistent_buffers
+from spmdrl.model.load import compute_dtype, load_model_config, load_plain, weights_of
 from spmdrl.preflight.hub import PREFIX, NotInCache, model_folder, set_file, with_files_here
 from spmdrl.preflight.inputs import open_held_out
 from spmdrl.refit.refit import load_whole
@@ -84,12 +84,6 @@ def seen_in_training(questions: Sequence[str], cfg: Config | TuningConfig) -> se
 
 USUAL_REWARD = "math"  # of a file that is given as a set
 MAX_PROMPT_TOKENS = 2048  # of a set's question
-
-
-def evaluate_export(run: Path) -> dict[str, float]:
-    """Load RUN/hf into an engine and evaluate it on the run's held-out prompts. UserError if there is no model."""
-    cfg, folder = _of_run(run, [])
-    return scalars(eval_metrics(answers(cfg, folder), success_at=cfg.success_at))
 
 
 def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
@@ -193,7 +187,7 @@ def answers(cfg: Config, folder: Path) -> list[tuple[Rollout, RewardOutcome]]:
         max_running=cfg.rollout.max_running,
         images=held_out.images.store,
     )
-    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    load_whole(engine, weights_of(model), version=0)
     with RewardClient(cfg.reward, held_out.tokenizer, sets=cfg.set_rewards) as rewards, ExitStack() as exits:
         env_context = None
         if cfg.environment is not None:

@@ -31,7 +31,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.families import family_of, sglang_window, vision_family
 from spmdrl.model.few_bits import quantization_refusal
 from spmdrl.model.layer_kinds import recurrent_layers
-from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
+from spmdrl.model.load import load_model_config, load_policy, weights_of
 from spmdrl.model.lora.policy import load_trained, random_values
 from spmdrl.model.rotary import changes_after
 from spmdrl.refit.refit import RefitMismatch, load_whole, make_refit
@@ -239,7 +239,7 @@ def _torch_engine(subject: Subject, _: World) -> Found:
     """The torch engine's log-probabilities of its own tokens, with its cache."""
     model = eager_model(subject.path)
     engine = TorchEngine(model.config, device=torch.device("cpu"), dtype=torch.float32, kernel="sdpa", max_running=3)
-    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    load_whole(engine, weights_of(model), version=0)
     return _close(_worst(_sampled(engine, model.config, subject.batch), model), subject)
 
 

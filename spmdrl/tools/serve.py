@@ -35,7 +35,7 @@ from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.forms import MODEL, CallError, CallForm, ChatForm, MessagesForm, Reply, ResponsesForm
 from spmdrl.faults.text import Parser, of_error, say
 from spmdrl.model.attention import choose_kernel
-from spmdrl.model.load import compute_dtype, load_plain, persistent_buffers
+from spmdrl.model.load import compute_dtype, load_plain, weights_of
 from spmdrl.preflight.hub import PREFIX, model_folder
 from spmdrl.refit.refit import load_whole
 from spmdrl.tools.program import option, program
@@ -421,7 +421,7 @@ def open_served(path: str, *, max_running: int) -> Served:
     model = load_plain(cfg, dtype).to(device).eval()
     kernel = choose_kernel(cfg.attention, device.type, dtype)
     engine = TorchEngine(model.config, device=device, dtype=dtype, kernel=kernel, max_running=max_running)
-    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    load_whole(engine, weights_of(model), version=0)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")  # for one text at a time
     return Served(
         folder=folder,

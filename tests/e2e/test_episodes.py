@@ -22,12 +22,12 @@ from spmdrl.faults.files import FaultFiles, read_json
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import replay
-from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.train import main
 from spmdrl.types import Request, Rollout
 from tests.helpers import hints, oracle
 from tests.helpers.agents import script
 from tests.helpers.cuts import Step, cut
+from tests.helpers.exports import evaluate_export
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,

@@ -21,10 +21,10 @@ from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import rescore
-from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
 from tests.helpers.cuts import cut, entering, nowhere
+from tests.helpers.exports import evaluate_export
 from tests.helpers.judges import FAILURES, judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 from spmdrl import sft
 from spmdrl.data.image_store import ImageStore
 from spmdrl.replay.recorder import difference
-from spmdrl.tools.evaluate import evaluate_export
 from spmdrl.tools.replay import replay
 from spmdrl.train import main
+from tests.helpers.exports import evaluate_export
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
     assert_same_weights,

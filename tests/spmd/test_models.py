@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from spmdrl.dist.mesh import ModelMeshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.model.load import load_model_config, load_policy, persistent_buffers
+from spmdrl.model.load import load_model_config, load_policy, weights_of
 from spmdrl.model.policy import Policy
 from spmdrl.model.rotary import changes_after
 from spmdrl.model.trunk import model_class
@@ -117,11 +117,6 @@ def test_weights_are_sent_under_the_names_of_model_and_files(measured: Measured)
         assert sent.keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(sent[name], weight), name
-
-
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, and the buffers that belong to the weights, such as a router's biases."""
-    return dict(model.named_parameters()) | persistent_buffers(model)
 
 
 def sampled_sequences(model: PreTrainedModel) -> list[Sequence]:

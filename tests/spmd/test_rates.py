@@ -19,7 +19,8 @@ from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
-from spmdrl.model.load import load_policy, own_rate_problems
+from spmdrl.model.load import load_policy, model_without_memory
+from spmdrl.model.param_groups import rate_problems
 from tests.helpers.checkpoints import save_and_wait
 from tests.helpers.configs import loss_config, model_config
 from tests.helpers.learners import full_state, update_once
@@ -136,7 +137,8 @@ def test_rates_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     text, eyes = save_qwen3(tmp_path / "text"), save_qwen3_vl(tmp_path / "eyes")
 
     def problems(path: str, rates: dict[str, float], freeze: tuple[str, ...] | None = None) -> list[str]:
-        return list(own_rate_problems(AutoConfig.from_pretrained(path), model_config(path, freeze=freeze), rates))
+        model = model_without_memory(AutoConfig.from_pretrained(path), model_config(path))
+        return list(rate_problems(model, rates, freeze))
 
     assert not problems(text, {LAYER: 1e-3, EMBEDDING: 0.0})
     (unknown,) = problems(text, {"layer.*": 1e-3})

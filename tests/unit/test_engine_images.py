@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from spmdrl.engine.torch import cache
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import weights_of
 from spmdrl.model.trunk import Trunk
 from spmdrl.refit.refit import load_whole
 from spmdrl.types import Request, Response, UserError
@@ -62,7 +62,7 @@ class Looking:
             max_running=max_running,
             images={digest: one.pixels for digest, one in self.pictures.items()},
         )
-        load_whole(engine, dict(self.plain.named_parameters()) | persistent_buffers(self.plain), version=7)
+        load_whole(engine, weights_of(self.plain), version=7)
         return engine
 
     def requests(self, **changes: Any) -> list[Request]:
@@ -222,7 +222,7 @@ def test_new_weights_of_the_tower_are_seen(looking: Looking) -> None:
         name: weight * 1.5 if name.startswith(tuple(towers)) else weight
         for name, weight in looking.plain.named_parameters()
     }
-    load_whole(engine, weights | persistent_buffers(looking.plain), version=8)
+    load_whole(engine, weights_of(looking.plain) | weights, version=8)
     for request, one, other in zip(asked, before, answers(engine, asked), strict=True):
         assert (one.logprobs[0] != other.logprobs[0]) == bool(request.images)
 

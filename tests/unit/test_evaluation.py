@@ -18,9 +18,10 @@ from pyarrow import parquet
 
 from spmdrl.algo.evaluation import interval_of_share, overlapping, paired_difference, pass_at_k, reported_ks, t_quantile
 from spmdrl.algo.metrics import ShareBound
-from spmdrl.tools.evaluate import evaluate_export, main
+from spmdrl.tools.evaluate import main
 from spmdrl.tools.tiny_model import save_tiny_model
 from spmdrl.train import main as train
+from tests.helpers.exports import evaluate_export
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import rows as metric_rows
 from tests.helpers.small_run import without_curves, write_config, write_sft_config, write_small_run

@@ -25,9 +25,9 @@ from spmdrl.data.vision import ImageReader, expanded
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.envs.protocol import Answer
 from spmdrl.families import vision_family
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import weights_of
 from spmdrl.refit.refit import load_whole
-from spmdrl.report.samples import answer_row
+from spmdrl.report.samples import rollout_row
 from spmdrl.rollout.env_context import EnvContext, restore_rollout
 from spmdrl.rollout.group import PromptGroup
 from spmdrl.rollout.sampling import Sampling
@@ -175,7 +175,7 @@ def engine_of(plain: Any, store: ImageStore) -> TorchEngine:
     engine = TorchEngine(
         plain.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=4, images=cast(Any, store)
     )
-    load_whole(engine, dict(plain.named_parameters()) | persistent_buffers(plain), version=0)
+    load_whole(engine, weights_of(plain), version=0)
     return engine
 
 
@@ -244,7 +244,7 @@ def test_conversations_that_are_rendered_anew_show_every_image(stage: Stage, rew
 
 def test_texts_of_places_stay_texts_and_pages_name_images(stage: Stage) -> None:
     for rollout in stage.rollouts(stage.world()).values():
-        row = answer_row(rollout, RewardOutcome(reward=0.0, parts={}), stage.tokenizer)
+        row = rollout_row(rollout, RewardOutcome(reward=0.0, parts={}), stage.tokenizer)
         assert "images" not in json.dumps(row)
         for turn, said in zip(rollout.turns, row["turns"], strict=True):
             names = [image.name for image in turn.images]

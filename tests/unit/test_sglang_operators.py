@@ -172,16 +172,6 @@ def test_rows_of_logits_fit_into_a_tile(chunk: int, on_cpu: pytest.MonkeyPatch) 
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_decoded_tokens_are_all_computed_however_they_are_dealt(on_cpu: pytest.MonkeyPatch) -> None:
-    seen = [3, 1, 40, 2, 2, 9]
-    for most in (1, 5, 12, 100):
-        kernels_on_cpu.in_portions_of(on_cpu, most)
-        parts = list(sglang_kernels._parts_within_limit(seen))
-        assert [i for part in parts for i in range(len(seen))[part]] == list(range(len(seen)))
-        assert all(sum(seen[part]) <= most or part.stop - part.start == 1 for part in parts)
-    assert not list(sglang_kernels._parts_within_limit([]))
-
-
 @pytest.mark.parametrize("released", ['["kv_cache"]', '["kv_cache", "cuda_graph"]'])
 def test_what_an_engine_is_started_with_on_a_device(tmp_path: Path, released: str) -> None:
     cfg = read(tmp_path, GOOD, "true_on_policy=true", "rollout.engine=sglang", f"offload.engine={released}")

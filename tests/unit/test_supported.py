@@ -37,7 +37,7 @@ from transformers import (
 
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
-from spmdrl.model.load import load_model_config, persistent_buffers
+from spmdrl.model.load import load_model_config, weights_of
 from spmdrl.model.trunk import model_class
 from spmdrl.refit.refit import load_whole
 from spmdrl.tools.text_model import main as save_text_model
@@ -109,7 +109,7 @@ def test_the_embedded_engine_refuses_layers_that_attend_twice() -> None:
     model = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
     device = torch.device("cpu")
     engine = TorchEngine(model.config, device=device, dtype=torch.float32, kernel="sdpa", max_running=1)
-    load_whole(engine, dict(model.named_parameters()) | persistent_buffers(model), version=0)
+    load_whole(engine, weights_of(model), version=0)
     with pytest.raises(UserError, match=r"cannot sample from diffllama: .* attend more than once"):
         next(engine.generate([Request(prompt_ids=(3, 4), seed=0, max_response_tokens=2)]))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spmdrl.faults.files import replace_json
 from spmdrl.model.fp8 import SCALES
 from spmdrl.refit.bucket import Bucket, Entry
 from spmdrl.refit.digest import digests
@@ -320,10 +320,7 @@ def note_scales(model: nn.Module, file: Path) -> None:
     """Write the names of a model's scales of blocks, which are its list of weights in e4m3.
 
     Every device of an engine writes the same file, perhaps while it is read: it is whole at any time."""
-    names = [name for name, _ in model.named_parameters() if name.endswith(SCALES)]
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(names), encoding="utf-8")
-    unfinished.replace(file)
+    replace_json(file, [name for name, _ in model.named_parameters() if name.endswith(SCALES)])
 
 
 def _answer(model: Any, request: Path) -> None:

@@ -34,7 +34,7 @@ from spmdrl.engine.torch.scheduler import ASK_AGAIN_TOKENS, CachedPrefix, Prefix
 from spmdrl.model.attention import Kernel
 from spmdrl.model.fp8 import SCALES, as_numbers
 from spmdrl.model.layers import replace_layers
-from spmdrl.model.load import persistent_buffers
+from spmdrl.model.load import weights_of
 from spmdrl.model.operators import operators_of
 from spmdrl.model.rotary import changes_after, changes_between
 from spmdrl.model.trunk import attention_of, model_class
@@ -90,7 +90,7 @@ class TorchEngine(RolloutEngine):
         self._max_running = max_running
         self._release = frozenset(release)
         self._max_cached_bytes = max_cached_tokens * bytes_per_token(model.config.get_text_config(), dtype)
-        self.weights = dict(self.model.named_parameters()) | persistent_buffers(self.model)
+        self.weights = weights_of(self.model)
         storages = [weight.untyped_storage() for weight in self.weights.values()]
         # Tied weights share one, and so do those that the decoder has put side by side.
         self._storages = [(storage, storage.nbytes()) for storage in {one._cdata: one for one in storages}.values()]

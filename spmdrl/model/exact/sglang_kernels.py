@@ -9,13 +9,14 @@ too, with the bits of the engine (`causal_as_engine`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from spmdrl.algo.packing import neighbours_within
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention
 from spmdrl.model.linear import with_backward_of
 
@@ -178,7 +179,7 @@ def _prompts_and_responses(
     if len(prompt):
         out[prompt] = _at_once(prompt, _counts(~sampled, cu_seqlens), q[prompt], k, v, scale=scale)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, response, right=True) - 1].long()
-    for part in _parts_within_limit((response - starts + 1).tolist()):
+    for part in neighbours_within((response - starts + 1).tolist(), _MAX_PAIRS):
         places = response[part]
         out[places] = _one_by_one(starts[part], places + 1, q[places], k, v, scale=scale)
     return out
@@ -225,15 +226,3 @@ def _one_by_one(starts: Tensor, ends: Tensor, q: Tensor, k: Tensor, v: Tensor, *
         kv_indices=skipped + torch.arange(len(skipped), device=q.device),
     )
     return out
-
-
-def _parts_within_limit(num_keys: Sequence[int]) -> Iterator[slice]:
-    """Split tokens that see `num_keys` keys each into runs within _MAX_PAIRS; a single token may exceed it."""
-    start, total = 0, 0
-    for token, keys in enumerate(num_keys):
-        if token > start and total + keys > _MAX_PAIRS:
-            yield slice(start, token)
-            start, total = token, 0
-        total += keys
-    if num_keys:
-        yield slice(start, len(num_keys))
