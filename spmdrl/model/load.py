@@ -195,28 +195,17 @@ def load_critic(cfg: ModelConfig, meshes: ModelMeshes) -> Critic:
         device = torch.device(meshes.dense.device_type)
         return Critic(model, kernel=chosen, device=device, context=ContextRanks.of(meshes))
 
-    with _errors_about_critic():
+    with errors_about("critic"):
         return load_packed(cfg, meshes, critic_of, role="trained", kernel=None)
 
 
-def load_critic_config(cfg: ModelConfig) -> Any:
-    """Call `load_model_config`, with errors about `critic.path`."""
-    with _errors_about_critic():
-        return load_model_config(cfg)
-
-
-def read_critic_config(cfg: ModelConfig) -> Any:
-    """Call `read_model_config`, with errors about `critic.path`."""
-    with _errors_about_critic():
-        return read_model_config(cfg)
-
-
 @contextmanager
-def _errors_about_critic() -> Iterator[None]:
+def errors_about(table: str) -> Iterator[None]:
+    """Let each UserError about a model name the setting `path` of its table."""
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace("model.path", "critic.path")) from error
+        raise UserError(str(error).replace("model.path", f"{table}.path")) from error
 
 
 def drop_head(model: PreTrainedModel) -> None:

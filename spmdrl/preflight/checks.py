@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from spmdrl.envs.protocol import Environments
 from spmdrl.families import vision_family
 from spmdrl.faults.text import one_line
 from spmdrl.model.frozen import settings_of
-from spmdrl.model.load import load_model_config, parallel_model_problems, read_model_config
+from spmdrl.model.load import errors_about, load_model_config, parallel_model_problems, read_model_config
 from spmdrl.model.reward_model import num_labels_of, reward_model_problems
 from spmdrl.preflight.forecast import Model
 from spmdrl.rewards.client import item_of
@@ -196,7 +196,7 @@ def frozen_directories(cfg: Config | TuningConfig) -> dict[str, ModelConfig]:
 
 def open_frozen(name: str, cfg: ModelConfig) -> OpenedModel:
     """Read the config of a frozen model. Raises UserError like `load_model_config`."""
-    with _errors_about(f"models.{name}"):
+    with errors_about(f"models.{name}"):
         return OpenedModel(f'models.{name}.path = "{cfg.path}"', cfg, load_model_config(cfg), name=name)
 
 
@@ -228,16 +228,8 @@ def read_beside(cfg: Config | TuningConfig) -> list[OpenedModel]:
 
 
 def _read(table: str, cfg: ModelConfig, **kind: Any) -> OpenedModel:
-    with _errors_about(table):
+    with errors_about(table):
         return OpenedModel(f'{table}.path = "{cfg.path}"', cfg, read_model_config(cfg), **kind)
-
-
-@contextmanager
-def _errors_about(table: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", f"{table}.path")) from error
 
 
 def frozen_problems(
@@ -247,7 +239,7 @@ def frozen_problems(
     if problem := _image_problem(cfg, policy, model):
         yield f"{model.setting}: {problem}"
         return
-    with _errors_about(f"models.{model.name}"):
+    with errors_about(f"models.{model.name}"):
         other = load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
     if difference := first_difference(tokenizer.get_vocab(), other.get_vocab()):
         yield (
@@ -291,7 +283,7 @@ def _image_problem(cfg: Config | TuningConfig, policy: OpenedModel, model: Opene
             f"{policy.setting} looks at images, and the other model does not, or has others in their places; name a "
             "model with the same patches and placeholders"
         )
-    with _errors_about(f"models.{model.name}"):
+    with errors_about(f"models.{model.name}"):
         processors = [load_processor(one.cfg.path, cfg.data) for one in (policy, model)]
     for name in _PIXELS:
         first, second = (getattr(one, name, None) for one in processors)
@@ -357,7 +349,7 @@ def model_terms(cfg: Config | TuningConfig) -> list[int]:
 def open_reward_model(cfg: Config, place: int) -> OpenedModel:
     """Read the config of the reward model of a term. Raises UserError when it is none, or its label is not known."""
     term, settings = cfg.reward.model_terms[place], cfg.scorer_model(place)
-    with _errors_about(_name(place)):
+    with errors_about(_name(place)):
         config = load_model_config(settings)
         num_labels = num_labels_of(settings.path)
         if problems := [*reward_model_problems(config, settings)]:
@@ -378,7 +370,7 @@ def open_reward_model(cfg: Config, place: int) -> OpenedModel:
 
 def open_reward_tokenizer(model: OpenedModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a reward model. Raises UserError."""
-    with _errors_about(model.name):
+    with errors_about(model.name):
         return load_tokenizer(model.cfg.path, trust_remote_code=model.cfg.trust_remote_code)
 
 

@@ -50,7 +50,7 @@ from spmdrl.model.exact import invariant, sglang_operators
 from spmdrl.model.load import (
     compute_dtype,
     critic_shapes,
-    load_critic_config,
+    errors_about,
     load_model_config,
     model_without_memory,
     parallel_model_problems,
@@ -231,7 +231,8 @@ def _open_policy(cfg: Config | TuningConfig) -> OpenedModel:
 def _open_critic(cfg: Config | TuningConfig, policy: OpenedModel) -> OpenedModel | None:
     if isinstance(cfg, TuningConfig) or not cfg.has_critic:
         return None
-    config = load_critic_config(cfg.critic_model) if cfg.critic.path else policy.config
+    with errors_about("critic"):
+        config = load_model_config(cfg.critic_model) if cfg.critic.path else policy.config
     return OpenedModel(f'critic.path = "{cfg.critic_model.path}"', cfg.critic_model, config, drops_head=True)
 
 

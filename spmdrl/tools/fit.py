@@ -24,7 +24,7 @@ from spmdrl.memory.device import GIB, gib
 from spmdrl.memory.overhead import Parts
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.memory.phases import micro_batch_tokens
-from spmdrl.model.load import parallel_model_problems, read_critic_config, read_model_config
+from spmdrl.model.load import errors_about, parallel_model_problems, read_model_config
 from spmdrl.preflight.checks import OpenedModel, frozen_layout_problems, read_beside
 from spmdrl.preflight.forecast import Model, Prediction, predict
 from spmdrl.preflight.hub import with_models_here
@@ -103,7 +103,8 @@ def _read_model(cfg: Config | TuningConfig, model_config: Any) -> Model:
     critic, beside = None, read_beside(cfg)
     refusals = [*parallel_model_problems(model_config, cfg.model, cfg.parallel)]
     if isinstance(cfg, Config) and cfg.has_critic:
-        critic_config = read_critic_config(cfg.critic_model) if cfg.critic.path else model_config
+        with errors_about("critic"):
+            critic_config = read_model_config(cfg.critic_model) if cfg.critic.path else model_config
         refusals += parallel_model_problems(critic_config, cfg.critic_model, cfg.parallel)
         critic = Model.read_critic(critic_config, cfg.critic_model)
     policy = OpenedModel(f'model.path = "{cfg.model.path}"', cfg.model, model_config)
