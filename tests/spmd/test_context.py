@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.dist.collectives import sum_over
-from spmdrl.model import context
+from spmdrl.model import context, tensor_parallel
 from spmdrl.model.attention import Kernel, packed_attention
 from spmdrl.model.attention_layer import AttentionLayer
 from spmdrl.model.context import Style, context_attention, context_problems, gather_tokens
@@ -118,8 +118,8 @@ def _head_by_head(seqlens: list[int]) -> list[int]:
 
         together = with_gradients(run(*local), local_part(grad, 1, mesh), local)
         context.HEAD_GROUP_BYTES = 1
-        exchange, calls, counts = context._exchange, [], []
-        context._exchange = lambda *arguments: (calls.append(1), exchange(*arguments))[1]
+        exchange, calls, counts = tensor_parallel.exchange_rows, [], []
+        tensor_parallel.exchange_rows = lambda *arguments: (calls.append(1), exchange(*arguments))[1]
         out = run(*local)
         counts.append(len(calls))
         one_by_one = with_gradients(out, local_part(grad, 1, mesh), local)

@@ -183,17 +183,13 @@ def random_values(matrices: Mapping[str, Tensor], *, seed: int) -> dict[str, Ten
 
     They depend on the seed and on the matrix's name, not on the ranks or on which other matrices there are.
     """
-    return {name: _uniform(matrix, mix(seed, _number(name))) for name, matrix in matrices.items()}
-
-
-def _uniform(like: Tensor, seed: int) -> Tensor:
-    bound = 1.0 / math.sqrt(like.shape[1])
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(like.shape, generator=generator) * 2.0 - 1.0) * bound
-
-
-def _number(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    found = {}
+    for name, matrix in matrices.items():
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        generator = torch.Generator().manual_seed(mix(seed, number))
+        bound = 1.0 / math.sqrt(matrix.shape[1])
+        found[name] = (torch.rand(matrix.shape, generator=generator) * 2.0 - 1.0) * bound
+    return found
 
 
 # Starts of adapters that are parts of the weights: the largest singular values (PiSSA), or orthogonal columns (OLoRA).
