@@ -153,13 +153,11 @@ def phases_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[Ph
     load, *training = training_phases(cfg, rank)
     disaggregated = cfg.rollout.placement == "disaggregated"
     shares_memory = cfg.refit.transport == "shared_memory"
-    alone, more_host = (
-        _host(cfg, rank),
-        {
-            "sleeping trainer": plan.moved,
-            "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if shares_memory else 0,
-        },
-    )
+    alone = _host(cfg, rank)
+    more_host = {
+        "sleeping trainer": plan.moved,
+        "refit buckets": 2 * bucket_bytes(cfg.refit, device_bytes=None) if shares_memory else 0,
+    }
     asleep = {"trainer": plan.asleep, "refit buckets": plan.buckets}
     awake = {"refit buckets": plan.buckets}
 
