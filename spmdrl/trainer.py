@@ -118,7 +118,7 @@ def _loop_problems(cfg: Config) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepCalls:
     """The calls and results of a step so far."""
 
     number: int
@@ -169,13 +169,13 @@ class Loop:
         self._awake, self._is_awake = ExitStack(), False  # while the trainer has the device
         # Rollouts may come without the others of their groups.
         self._one_update = replace(plan, prompts_per_step=plan.rollouts_per_step, updates_per_step=1)
-        self._now = _Step(run.resume_point.step, is_open=False)
+        self._now = _StepCalls(run.resume_point.step, is_open=False)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step that is left. A step ends when the next is asked for: it is then reported,
         evaluated and saved where the settings say so. Ends where the run is asked to stop."""
         for step in self._steps:
-            self._now = _Step(step)
+            self._now = _StepCalls(step)
             yield step
             self._end()
 

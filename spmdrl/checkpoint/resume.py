@@ -183,14 +183,14 @@ def refuse_other_state(folder: Path, optimizers: Mapping[str, OptimConfig], *, s
             )
 
 
-class _LossScale(FileModel):
+class _SavedLossScale(FileModel):
     scale: float = Field(gt=0.0, allow_inf_nan=False)
     dynamic: bool
     growth_interval: int
     good_updates: int
 
 
-class _Adapters(FileModel):
+class _SavedAdapters(FileModel):
     """An `Identity`."""
 
     base: str
@@ -201,16 +201,16 @@ class _Adapters(FileModel):
     init: str = "default"
 
 
-class _Learner(FileModel):
+class _SavedLearner(FileModel):
     optimizer: str
     has_state: bool
-    loss_scale: _LossScale
+    loss_scale: _SavedLossScale
     coefficients: dict[str, float]
-    adapters: _Adapters | None = None
+    adapters: _SavedAdapters | None = None
 
 
 class _State(FileModel):
-    learners: dict[str, _Learner]
+    learners: dict[str, _SavedLearner]
 
 
 def refuse_other_adapters(checkpoint: Path, name: str, adapters: Adapters | None) -> None:
@@ -237,12 +237,12 @@ def refuse_other_adapters(checkpoint: Path, name: str, adapters: Adapters | None
     raise UserError(f"{checkpoint} holds {problem}")
 
 
-def _saved_learners(checkpoint: Path) -> dict[str, _Learner]:
+def _saved_learners(checkpoint: Path) -> dict[str, _SavedLearner]:
     """Read the state of the learners other than tensors."""
     return read_json(checkpoint / STATE, _State).learners
 
 
-def _restore_numbers(learner: Learner, saved: _Learner) -> None:
+def _restore_numbers(learner: Learner, saved: _SavedLearner) -> None:
     learner.loss_scale.scale = saved.loss_scale.scale
     learner.loss_scale.good_updates = saved.loss_scale.good_updates
     # Only coefficients that this launch adapts: one that is fixed now comes from the configuration.
@@ -255,13 +255,13 @@ def collector_state(folder: Path, *, step: int) -> dict[str, Any] | None:
     if not path.exists():
         return None
     # It may hold every token of many groups, and its digest has been compared with the manifest's.
-    saved, columns = dict(read_json(path, _Collector, max_bytes=sys.maxsize)), path.with_name(COLUMNS)
+    saved, columns = dict(read_json(path, _SavedCollector, max_bytes=sys.maxsize)), path.with_name(COLUMNS)
     with as_written(path, "a run"):
         found: dict[str, Any] = with_columns(saved, columns.read_bytes() if columns.exists() else b"")
     return found
 
 
-class _Collector(FileModel):
+class _SavedCollector(FileModel):
     cursor: int = Field(ge=0)
     sampling: dict[str, Any]
     carried: list[dict[str, Any]]

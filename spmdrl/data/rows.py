@@ -92,7 +92,7 @@ class JsonLines:
             return record
 
 
-class _Part:
+class _CachedRows:
     """Cached rows of one row group, in batches of Arrow's."""
 
     def __init__(self, numbers: Sequence[int], batches: Sequence[Any]) -> None:
@@ -135,7 +135,7 @@ class ParquetRows:
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = [0, *accumulate(sizes)]
         self._num_bytes = 0  # of all rows, as `scan` has found them
-        self._cached: OrderedDict[int, _Part] = OrderedDict()  # by row group, the one used last at the end
+        self._cached: OrderedDict[int, _CachedRows] = OrderedDict()  # by row group, the one used last at the end
         if twice := [name for name, count in Counter(self._parquet.schema_arrow.names).items() if count > 1]:
             raise UserError(f'{shown(path)} has the column "{twice[0]}" twice; rename one of them')
 
@@ -175,7 +175,7 @@ class ParquetRows:
         ahead = islice(soon, min(room, _ROWS_AHEAD))
         return sorted({number, *(place - start for place in ahead if start <= place < end)})
 
-    def _part(self, group: int, wanted: Sequence[int]) -> _Part:
+    def _part(self, group: int, wanted: Sequence[int]) -> _CachedRows:
         """Read some rows of a row group."""
         cached, end = [], 0
         for batch in self._batches(group):
@@ -187,7 +187,7 @@ class ParquetRows:
                 cached.append(batch.take(self._to_array([number - start for number in found])))
             if end > wanted[-1]:
                 break
-        return _Part(wanted, cached)
+        return _CachedRows(wanted, cached)
 
     def _batches(self, group: int) -> Iterator[Any]:
         """Yield the rows of a row group, some at a time."""

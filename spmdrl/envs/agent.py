@@ -285,7 +285,7 @@ class CallPlace:
 
 
 @dataclass(slots=True)
-class _Trajectory:
+class _Branch:
     tools: tuple[dict[str, Any], ...]
     turns: list[tuple[Key, ...]] = field(default_factory=list)  # the conversation up to and with each response
 
@@ -294,7 +294,7 @@ class Branches:
     """The conversations of one episode."""
 
     def __init__(self) -> None:
-        self._trajectories: list[_Trajectory] = []
+        self._trajectories: list[_Branch] = []
         self._asked: tuple[Key, ...] = ()
 
     def place(self, call: Call) -> CallPlace:
@@ -303,7 +303,7 @@ class Branches:
         depth, index, num_turns = max(self._matches(call), default=(0, 0, 0))
         if (index, num_turns) == self._end and depth:
             return CallPlace(None, call.messages[depth:])
-        self._trajectories.append(_Trajectory(call.tools))
+        self._trajectories.append(_Branch(call.tools))
         return CallPlace((index, num_turns), call.messages[depth:])
 
     def add(self, action: Action) -> None:

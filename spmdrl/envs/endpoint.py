@@ -197,7 +197,7 @@ class _Refusal(Exception):
         self.status = status
 
 
-class _Log(logging.Logger):
+class _ServerLogger(logging.Logger):
     """The log of the server. What it says is about requests that are not HTTP: they are counted, and not shown."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -239,7 +239,7 @@ class Endpoint:
             self._serve,
             handler_cancellation=True,  # who has hung up is not answered: the policy does not sample for it
             access_log=None,
-            logger=_Log(self),
+            logger=_ServerLogger(self),
             auto_decompress=False,
             keepalive_timeout=_IDLE_S,
             max_headers=_MAX_HEADERS,

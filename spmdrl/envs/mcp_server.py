@@ -28,7 +28,7 @@ class McpServer:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self._starting = asyncio.Lock()
-        self._session: _Session | None = None
+        self._session: _McpSession | None = None
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> McpServer:
@@ -52,7 +52,7 @@ class McpServer:
         """The client of the server, which is started where it does not run."""
         async with self._starting:
             if self._session is None or self._session.has_ended:
-                self._session = _Session(self._command)
+                self._session = _McpSession(self._command)
             return await asyncio.wait_for(asyncio.shield(self._session.client), _START_S)
 
     def _tool(self, described: dict[str, Any]) -> Tool:
@@ -93,7 +93,7 @@ class _Errors:
         return self._last
 
 
-class _Session:
+class _McpSession:
     """A running server and its client, in a task: who enters the client's context must leave it too."""
 
     def __init__(self, command: Sequence[str]) -> None:

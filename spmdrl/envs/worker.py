@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def _serve(job: EnvJob, rank: socket.socket, isolation: Isolation) -> None:
-    served = _Environments(job, isolation)
+    served = _OpenEnvironments(job, isolation)
     try:
         await served.load()
     except BaseException as error:
@@ -70,7 +70,7 @@ async def _serve(job: EnvJob, rank: socket.socket, isolation: Isolation) -> None
         os._exit(0)
 
 
-class _Environments:
+class _OpenEnvironments:
     """The environments of this process."""
 
     writer: asyncio.StreamWriter

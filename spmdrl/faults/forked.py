@@ -34,9 +34,9 @@ class Forked:
     """A `supervise.Starter`. A context: at its end, the process that has imported everything has ended too."""
 
     def __init__(self, module: str, arguments: Sequence[str], *, num_ranks: int) -> None:
-        self._run = _Run(module, tuple(arguments), num_ranks)
+        self._run = _ForkedRun(module, tuple(arguments), num_ranks)
         self._word, self._say = _FORK.Pipe(duplex=False)  # to start the ranks
-        self._agent: _Agent | None = None
+        self._agent: _ForkedAgent | None = None
 
     def __enter__(self) -> Forked:
         return self
@@ -52,8 +52,8 @@ class Forked:
         passed: c_bool = _FORK.RawValue(c_bool, False)
         process = _FORK.Process(target=_prepare, args=(self._run, output, passed, self._word, self._say))
         process.start()
-        self._agent = _Agent(process)
-        return _Check(process, passed)
+        self._agent = _ForkedAgent(process)
+        return _ForkedCheck(process, passed)
 
     def ranks(self) -> Process:
         """Start the ranks; see `Starter`."""
@@ -64,14 +64,14 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ForkedRun:
     module: str
     arguments: tuple[str, ...]
     num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Agent:
+class _ForkedAgent:
     process: ForkProcess
 
     @property
@@ -87,14 +87,14 @@ class _Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Check(_Agent):
+class _ForkedCheck(_ForkedAgent):
     passed: c_bool
 
     def poll(self) -> int | None:
         return 0 if self.passed.value else self.process.exitcode
 
 
-def _prepare(run: _Run, output: IO[str], passed: c_bool, word: Connection, say: Connection) -> None:
+def _prepare(run: _ForkedRun, output: IO[str], passed: c_bool, word: Connection, say: Connection) -> None:
     """Import the program, check its settings in a fork, and run its ranks when the word comes."""
     os.setsid()
     die_with_parent()

@@ -130,7 +130,7 @@ def _one_token_each(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tens
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _GappedRows:
     """The places of rows where every sequence has a gap before it."""
 
     tokens: Tensor  # [T] int64
@@ -141,12 +141,12 @@ class _Places:
 
 @functools.lru_cache(maxsize=8)  # all layers ask for the same
 @torch.inference_mode(mode=False)  # an engine may be the first to ask, and a trainer the second
-def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _Places:
+def _places(seqlens: tuple[int, ...], gap: int, device: torch.device) -> _GappedRows:
     lengths = torch.tensor(seqlens)
     windows = torch.arange(sum(seqlens)) + torch.arange(len(lengths)).repeat_interleave(lengths) * gap
     ends = (lengths + gap).cumsum(0)
     gaps, last = ((starts.unsqueeze(1) + torch.arange(gap)).flatten() for starts in (ends - lengths - gap, ends - gap))
-    return _Places(*(places.to(device) for places in (windows + gap, windows, gaps, last)))
+    return _GappedRows(*(places.to(device) for places in (windows + gap, windows, gaps, last)))
 
 
 def convolve(

@@ -76,7 +76,7 @@ _EXPERT_WEIGHTS: dict[str, Placement] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _SplitRule:
     """A plan's rule for one module, or for one parameter of a module of experts."""
 
     axis: Literal["tp", "ep"]
@@ -201,7 +201,7 @@ def split_problems(model: PreTrainedModel, *, tp: int, ep: int, element_bytes: i
         yield from _indivisible("ep", ep, [rule.size for rule in rules if rule.axis == "ep"])
 
 
-def _unaligned(rules: Sequence[_Rule], *, tp: int, element_bytes: int) -> Iterator[str]:
+def _unaligned(rules: Sequence[_SplitRule], *, tp: int, element_bytes: int) -> Iterator[str]:
     """Yield a sentence when a rank's part of an expert is not a multiple of 16 bytes wide, as grouped_mm requires."""
     widths = {rule.size[0] for rule in rules if rule.axis == "tp" and rule.style == "packed_colwise" and rule.size}
     for width in sorted(widths):
@@ -222,7 +222,7 @@ def _indivisible(axis: str, num_ranks: int, sizes: Sequence[tuple[int, str] | No
         yield f"parallel.{axis} = {num_ranks} does not divide {', '.join(wrong)}; possible: {possible}"
 
 
-def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
+def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_SplitRule]:
     """Yield the rules for the model's layers; `_split_vocabulary` handles the ends, and towers stay whole."""
     ep_plan = model.ep_plan if ep > 1 else {}
     tp_plan = model_plan(model) if tp > 1 else {}
@@ -236,11 +236,11 @@ def _rules(model: PreTrainedModel, *, tp: int, ep: int) -> Iterator[_Rule]:
         for parameter in (None, *module._parameters):
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f"{name}.{parameter}" if parameter else name)
             if pattern in ep_plan:
-                yield _Rule("ep", ep_plan[pattern], pattern, parent, module, parameter)
+                yield _SplitRule("ep", ep_plan[pattern], pattern, parent, module, parameter)
             elif pattern in tp_plan and not any(pattern.startswith(f"{experts}.") for experts in ep_plan):
-                yield _Rule("tp", tp_plan[pattern], pattern, parent, module, parameter)
+                yield _SplitRule("tp", tp_plan[pattern], pattern, parent, module, parameter)
             elif parameter is None and module._parameters and _is_left_out(pattern, tp_plan):
-                yield _Rule("tp", _NORM, pattern, parent, module, parameter)
+                yield _SplitRule("tp", _NORM, pattern, parent, module, parameter)
 
 
 def _is_left_out(pattern: str, tp_plan: Mapping[str, str]) -> bool:

@@ -53,7 +53,7 @@ _ONLY = f"model{_WEIGHTS}"  # in place of the files of an index
 _FLOATING = ("F64", "F32", "F16", "BF16")  # safetensors' names; smaller floats have scales, which are no weights
 
 
-class _Index(BaseModel):
+class _WeightIndex(BaseModel):
     """The part of an index that is read; its metadata may hold anything."""
 
     model_config = ConfigDict(strict=True)
@@ -102,7 +102,7 @@ def heads_of(file: Path) -> dict[str, StoredWeight]:
 
 def _places(folder: Path) -> Mapping[str, str]:
     """Return the file of each tensor by the index; {} where one file holds them all."""
-    return {} if (folder / _ONLY).is_file() else read_json(folder / f"model{_INDEX}", _Index).weight_map
+    return {} if (folder / _ONLY).is_file() else read_json(folder / f"model{_INDEX}", _WeightIndex).weight_map
 
 
 def weight_file_problems(path: str, *, parameters: Mapping[str, Sequence[int]] = {}) -> Iterator[str]:
@@ -219,7 +219,7 @@ def lacking(path: str, missing: Sequence[str]) -> str:
 def _index_problems(index: Path, where: str) -> Iterator[str]:
     """Yield a sentence when an index cannot be read, or names files that are missing or may not be read."""
     try:
-        named = set(read_json(index, _Index).weight_map.values())
+        named = set(read_json(index, _WeightIndex).weight_map.values())
     except UserError as error:
         yield f"{where}: {index.name} is not an index of weights: {error}"
         return

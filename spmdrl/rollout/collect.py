@@ -54,7 +54,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Progress:
+class _SamplingState:
     """The state of sampling between two steps."""
 
     cursor: int = 0  # the first prompt of the stream that no step has used
@@ -108,7 +108,7 @@ class Collector:
         self._store, self._clocks, self._message, self._record = store, clocks, message, record
         self._follows = follows
         self._curriculum = source.curriculum
-        self._after = {0: _Progress()}  # by step: the last that was collected, and the one before
+        self._after = {0: _SamplingState()}  # by step: the last that was collected, and the one before
         self._held_out = held_out or HeldOutAnswers()
 
     def collect(self, step: int, in_flight: RefitInFlight | None = None) -> Collected:
@@ -161,7 +161,7 @@ class Collector:
 
         num_tickets = max(summary.tickets_end for summary in summaries)
         cursor = window.positions[num_tickets - 1] + 1 if num_tickets else first
-        now = _Progress(
+        now = _SamplingState(
             cursor=first + rules.groups_per_step if rules.oldest_first else cursor,
             carried=tuple(sorted(part.left, key=prompt_id_of)) if rules.carries_over else (),
             everyones=frozenset(i for summary in summaries for i in summary.left if rules.carries_over),
@@ -214,12 +214,12 @@ class Collector:
         """Continue after `step` from a saved state. None means that none was saved: every step so far used exactly the
         prompts it wanted. Raises UserError when the settings no longer fit the groups that continue."""
         if saved is None:
-            self._after = {step: _Progress(cursor=step * self._rules.groups_per_step)}
+            self._after = {step: _SamplingState(cursor=step * self._rules.groups_per_step)}
             return
         with as_written(f"collector.json of step {step}", "a run"):
             measured = MEASUREMENTS.load(saved.get("curriculum", {}))
         self._curriculum.require_same_sources(measured)
-        self._after = {step: _Progress(cursor=saved["cursor"], measured=measured)}
+        self._after = {step: _SamplingState(cursor=saved["cursor"], measured=measured)}
         if saved.get("ahead") is not None:
             self._message(f"the checkpoint holds rollouts of step {step + 1} by older weights; they are sampled again")
         groups = saved["carried"]
@@ -252,7 +252,7 @@ class Collector:
             engines = [place % self._place.count for place in range(len(ids))]
         mine = (group for group, engine in zip(everyones, engines, strict=True) if engine == self._place.index)
         carried = tuple(mine) if self._place.engine.leads else ()
-        self._after = {step: _Progress(cursor, carried, frozenset(ids), measured)}
+        self._after = {step: _SamplingState(cursor, carried, frozenset(ids), measured)}
 
     def _restored(self, saved: SavedGroup, step: int) -> PromptGroup:
         (prompt,) = self._source.prompts.take(saved.prompt_id, 1)
@@ -291,7 +291,7 @@ class Collector:
             _OVERSAMPLES: not self._rules.oldest_first,
         }
 
-    def _window(self, first: int, before: _Progress) -> _Window:
+    def _window(self, first: int, before: _SamplingState) -> _Window:
         rules = self._rules
         if not rules.oldest_first:
             return _Window(first, self._curriculum.positions(first, rules.max_groups, before.measured), None)
@@ -334,7 +334,7 @@ class Collector:
         found: Mapping[str, Any] = engines[self._place.index]
         return found
 
-    def _tickets(self, step: int, window: _Window, before: _Progress, clock: TokenClock) -> Tickets:
+    def _tickets(self, step: int, window: _Window, before: _SamplingState, clock: TokenClock) -> Tickets:
         rules = self._rules
 
         def evaluates() -> bool:

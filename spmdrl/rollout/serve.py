@@ -62,7 +62,7 @@ def serve(run: Launch[Config]) -> None:
     engine = run.enter(closing(start_engine(run)))
     messages: list[str] = []
     sender = _RolloutSender(plan, engine, meshes)
-    weights = _Weights(engine, meshes, with_adapters=run.cfg.sends_adapters)
+    weights = _RefitReceiver(engine, meshes, with_adapters=run.cfg.sends_adapters)
     with sender.reporting_problems(weights), sender.ending(weights):
         restarts = Restarts(meshes.engines, None, message=messages.append)
         sampler = LocalSampler(run, engine, restarts, message=messages.append)
@@ -131,7 +131,7 @@ def serve(run: Launch[Config]) -> None:
             refit()
 
 
-class _Weights:
+class _RefitReceiver:
     """Receives refits on a rank that holds an engine or a part of one."""
 
     def __init__(self, engine: RolloutEngine, meshes: Meshes, *, with_adapters: bool = False) -> None:
@@ -261,7 +261,7 @@ class _RolloutSender:
             link.send(list(values[rank :: len(self._receivers)]), to=rank)
 
     @contextmanager
-    def ending(self, weights: _Weights) -> Iterator[None]:
+    def ending(self, weights: _RefitReceiver) -> Iterator[None]:
         """When the ranks that train end the run, send a last value on every channel."""
         try:
             yield
@@ -278,7 +278,7 @@ class _RolloutSender:
             link.settle()
 
     @contextmanager
-    def reporting_problems(self, weights: _Weights) -> Iterator[None]:
+    def reporting_problems(self, weights: _RefitReceiver) -> Iterator[None]:
         """Send what stops this rank to the ranks that train, whatever they wait for next."""
         try:
             yield

@@ -124,7 +124,7 @@ def read_pairs(run: Launch[SftConfig], encode: PairEncoder, step: int, label: La
         ]
 
 
-class _HeldOut:
+class _HeldOutPairs:
     """This rank's held-out pairs, with their places among those of all ranks."""
 
     def __init__(self, run: Launch[Any]) -> None:
@@ -146,7 +146,7 @@ class HeldOutLoss:
     def __init__(self, run: Launch[SftConfig], policy: Policy, encode: PairEncoder, images: Images) -> None:
         """Every rank that trains must make one, and all raise what one does."""
         self._policy, self._meshes, self._images = policy, run.meshes, images
-        self._pairs = _HeldOut(run)
+        self._pairs = _HeldOutPairs(run)
         with raise_on_all_ranks(run.meshes.training):
             sequences = [encode(pair, index) for index, pair in self._pairs.mine]
         self._micro_batches = build_batch(sequences, run.plan, run.meshes, aggregation="token_mean").micro_batches
@@ -231,7 +231,7 @@ class HeldOutPairs:
     ) -> None:
         """Every rank that trains must make one, and all raise what one does."""
         self._learner, self._reference, self._meshes, self._images = learner, reference, run.meshes, images
-        self._pairs = _HeldOut(run)
+        self._pairs = _HeldOutPairs(run)
         with raise_on_all_ranks(run.meshes.training):
             sequences = [sequence for index, pair in self._pairs.mine for sequence in encode(pair, index)]
         self._batch = build_batch(sequences, run.plan, run.meshes, aggregation=PAIR_AGGREGATION)

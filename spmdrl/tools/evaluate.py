@@ -247,11 +247,11 @@ def _item_of(one: ScoredPrompt, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 def read_items(path: Path) -> dict[str, float]:
     """Read the share of right responses to each prompt, by the prompt's key, from the file of an evaluation."""
     with about(path):
-        rows = conform([parse_own_json(line) for line in path.read_bytes().splitlines()], list[_Item])
+        rows = conform([parse_own_json(line) for line in path.read_bytes().splitlines()], list[_EvaluatedItem])
     return {row.key: sum(row.right) / len(row.right) for row in rows}
 
 
-class _Item(BaseModel):
+class _EvaluatedItem(BaseModel):
     key: str
     right: Annotated[list[bool], Field(min_length=1)]
 

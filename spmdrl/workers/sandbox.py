@@ -109,7 +109,7 @@ def refuse_system_calls() -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Instruction:
     """One instruction of the kernel's filter language; the next one follows unless it names another."""
 
     instruction: int
@@ -122,39 +122,39 @@ class _Step:
 def assembled(machine: str) -> bytes:
     """Return the filter for a machine, 8 bytes for each instruction."""
     steps = [
-        _Step(_LOAD, _ARCHITECTURE),
-        _Step(_EQUAL, _ARCHITECTURES[machine], no="refuse"),
-        _Step(_LOAD, _NUMBER),
-        _Step(_AT_LEAST, _FIRST_X32_CALL, yes="refuse"),
-        *(_Step(_EQUAL, numbers[machine], yes="refuse") for numbers in _REFUSED.values()),
-        _Step(
+        _Instruction(_LOAD, _ARCHITECTURE),
+        _Instruction(_EQUAL, _ARCHITECTURES[machine], no="refuse"),
+        _Instruction(_LOAD, _NUMBER),
+        _Instruction(_AT_LEAST, _FIRST_X32_CALL, yes="refuse"),
+        *(_Instruction(_EQUAL, numbers[machine], yes="refuse") for numbers in _REFUSED.values()),
+        _Instruction(
             _EQUAL, _CLONE3, yes="absent"
         ),  # its flags are in memory, where no filter sees them; libraries then clone
-        _Step(_EQUAL, _CLONE[machine], yes="clone"),
-        _Step(_EQUAL, _SOCKETPAIR[machine], yes="socketpair"),
-        _Step(_EQUAL, _IOCTL[machine], yes="ioctl"),
-        _Step(_RETURN, _ALLOW),
-        _Step(_LOAD, _FIRST, name="clone"),
-        _Step(_ANY_BIT, _CLONE_PARENT | _NEW_NAMESPACES, yes="refuse"),
-        _Step(_RETURN, _ALLOW),
+        _Instruction(_EQUAL, _CLONE[machine], yes="clone"),
+        _Instruction(_EQUAL, _SOCKETPAIR[machine], yes="socketpair"),
+        _Instruction(_EQUAL, _IOCTL[machine], yes="ioctl"),
+        _Instruction(_RETURN, _ALLOW),
+        _Instruction(_LOAD, _FIRST, name="clone"),
+        _Instruction(_ANY_BIT, _CLONE_PARENT | _NEW_NAMESPACES, yes="refuse"),
+        _Instruction(_RETURN, _ALLOW),
         # A pair of datagram sockets can send to any address.
-        _Step(_LOAD, _FIRST, name="socketpair"),
-        _Step(_EQUAL, socket.AF_UNIX, no="refuse"),
-        _Step(_LOAD, _SECOND),
-        _Step(_AND, 0xFFFFFFFF & ~(socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)),
-        _Step(_EQUAL, socket.SOCK_STREAM, no="refuse"),
-        _Step(_RETURN, _ALLOW),
+        _Instruction(_LOAD, _FIRST, name="socketpair"),
+        _Instruction(_EQUAL, socket.AF_UNIX, no="refuse"),
+        _Instruction(_LOAD, _SECOND),
+        _Instruction(_AND, 0xFFFFFFFF & ~(socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)),
+        _Instruction(_EQUAL, socket.SOCK_STREAM, no="refuse"),
+        _Instruction(_RETURN, _ALLOW),
         # Landlock knows ioctl from version 5 on, and only of files that were opened later.
-        _Step(_LOAD, _SECOND, name="ioctl"),
-        *(_Step(_EQUAL, request, yes="allow") for request in (*_REQUESTS.values(), *_NUMBERS_OF_UVM[1:])),
-        _Step(_AT_LEAST, _NUMBERS_OF_UVM[0], no="allow"),
-        _Step(_ANY_BIT, _SIZE_OF_REQUEST, no="unknown"),
-        _Step(_AND, _TYPE_OF_REQUEST),
-        *(_Step(_EQUAL, kind << 8, yes="allow") for kind in _GPU_TYPES),
-        _Step(_RETURN, _ERRNO | errno.ENOTTY, name="unknown"),
-        _Step(_RETURN, _ALLOW, name="allow"),
-        _Step(_RETURN, _ERRNO | errno.EACCES, name="refuse"),
-        _Step(_RETURN, _ERRNO | errno.ENOSYS, name="absent"),
+        _Instruction(_LOAD, _SECOND, name="ioctl"),
+        *(_Instruction(_EQUAL, request, yes="allow") for request in (*_REQUESTS.values(), *_NUMBERS_OF_UVM[1:])),
+        _Instruction(_AT_LEAST, _NUMBERS_OF_UVM[0], no="allow"),
+        _Instruction(_ANY_BIT, _SIZE_OF_REQUEST, no="unknown"),
+        _Instruction(_AND, _TYPE_OF_REQUEST),
+        *(_Instruction(_EQUAL, kind << 8, yes="allow") for kind in _GPU_TYPES),
+        _Instruction(_RETURN, _ERRNO | errno.ENOTTY, name="unknown"),
+        _Instruction(_RETURN, _ALLOW, name="allow"),
+        _Instruction(_RETURN, _ERRNO | errno.EACCES, name="refuse"),
+        _Instruction(_RETURN, _ERRNO | errno.ENOSYS, name="absent"),
     ]
     place_of = {step.name: place for place, step in enumerate(steps)}
     code = b""

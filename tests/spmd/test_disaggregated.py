@@ -18,7 +18,7 @@ from spmdrl.engine.torch.engine import DisaggregatedTorchEngine
 from spmdrl.model.load import load_model_config, load_policy
 from spmdrl.refit.digest import digest
 from spmdrl.refit.refit import Refit, RefitMismatch
-from spmdrl.rollout.serve import _Weights
+from spmdrl.rollout.serve import _RefitReceiver
 from spmdrl.types import UserError
 from tests.helpers.configs import model_config, plan_for
 from tests.helpers.models import save_qwen3
@@ -96,7 +96,7 @@ def _refitted(path: str, corrupts: bool) -> Any:
                 kernel="sdpa",
                 max_running=4,
             )
-            weights = _Weights(engine, meshes)
+            weights = _RefitReceiver(engine, meshes)
             found = []
             for version in (1, 2):
                 weights.receive()

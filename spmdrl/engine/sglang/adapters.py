@@ -150,7 +150,7 @@ class AdapterSlots:
         # is used again when the version is gone.
         self._memory: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
-        self._plan: _Plan | None = None
+        self._plan: _SendingPlan | None = None
         self._unloading: dict[int, Future[Any]] = {}
 
     def load(self, process: SGLangProcess, adapters: AdapterVersion) -> list[str]:
@@ -219,10 +219,10 @@ class AdapterSlots:
         asking = process.asking("unload_lora_adapter", "UnloadLoRAAdapterReqInput", lora_name=_name(version))
         self._unloading[version] = process.start(asking)
 
-    def _in_own_memory(self, adapters: AdapterVersion) -> tuple[_Plan, Tensor]:
+    def _in_own_memory(self, adapters: AdapterVersion) -> tuple[_SendingPlan, Tensor]:
         """Copy adapters, padded as SGLang pads weights, into memory that its processes can open."""
         if self._plan is None or self._plan.given is not adapters.bucket:
-            self._plan = _Plan.of(adapters, self._shard)
+            self._plan = _SendingPlan.of(adapters, self._shard)
         plan, bucket = self._plan, self._plan.padded
         memory = self._spare.pop() if self._spare else torch.empty(bucket.num_bytes, dtype=torch.uint8).share_memory_()
         if plan.pads_nothing:
@@ -235,7 +235,7 @@ class AdapterSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SendingPlan:
     """How adapters are sent; the same in each refit."""
 
     given: Bucket
@@ -245,7 +245,7 @@ class _Plan:
     modules: list[str]  # that have adapters
 
     @classmethod
-    def of(cls, adapters: AdapterVersion, shard: TpShard) -> _Plan:
+    def of(cls, adapters: AdapterVersion, shard: TpShard) -> _SendingPlan:
         padded = bucket_of(list(padded_adapters(adapters.tensors, shard).items()))
         modules = sorted({entry.name.split(".")[-3] for entry in padded.flat_entries})
         tensors = sglang_process.flattened_metadata(padded.flat_entries)

@@ -50,7 +50,7 @@ Derivation = tuple[Any, tuple[Any, ...]]  # an operator and its arguments, of wh
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _BucketView:
     """A strided view of a bucket."""
 
     start: int  # bytes
@@ -89,7 +89,7 @@ class CopyPlan:
     def __init__(
         self,
         fills: Sequence[tuple[Tensor, float]],
-        copies: Sequence[tuple[Tensor, _Source]],
+        copies: Sequence[tuple[Tensor, _BucketView]],
         derivations: Sequence[Derivation],
         loaded: Sequence[Entry],
         targets: Sequence[_ModelTensor],
@@ -99,7 +99,7 @@ class CopyPlan:
         self.loaded = tuple(loaded)
         self._fills, self._derivations, self._targets = fills, derivations, targets
         # A device does a list of contiguous tensors, of one dtype on each side, in few launches.
-        self._groups: dict[tuple[Any, ...], list[tuple[Tensor, _Source]]] = {}
+        self._groups: dict[tuple[Any, ...], list[tuple[Tensor, _BucketView]]] = {}
         for target, source in copies:
             is_dense = target.is_contiguous() and source.is_contiguous
             self._groups.setdefault((target.dtype, source.dtype, is_dense), []).append((target, source))
@@ -153,7 +153,7 @@ class _CopyRecorder(TorchDispatchMode):
         self._first = flat.data_ptr()
         self._model = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._computed: dict[int, Tensor] = {}  # from the bucket, by storage; no other takes its place
-        self.copies: list[tuple[Tensor, _Source]] = []
+        self.copies: list[tuple[Tensor, _BucketView]] = []
         self.fills: list[tuple[Tensor, float]] = []
         self.derivations: list[Derivation] = []
         self.derived: list[Tensor] = []  # what they write, each once
@@ -202,8 +202,8 @@ class _CopyRecorder(TorchDispatchMode):
     def _is_computed(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._computed
 
-    def _source(self, tensor: Tensor) -> _Source:
-        return _Source(tensor.data_ptr() - self._first, tensor.dtype, tensor.shape, tensor.stride())
+    def _source(self, tensor: Tensor) -> _BucketView:
+        return _BucketView(tensor.data_ptr() - self._first, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _only_views(func: Any) -> bool:

@@ -27,8 +27,10 @@ class AdapterBank:
         self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         self._hooks: dict[str, Any] = {}
         self._by_row: set[nn.Module] = set()  # modules of experts that are computed with their rows' weights
-        self._loaded: dict[int, _Loaded] = {}  # by version
-        self._chosen: list[tuple[RowIndex, _Loaded]] = []  # disjoint rows of the next forward pass, and their adapters
+        self._loaded: dict[int, _LoadedAdapters] = {}  # by version
+        self._chosen: list[
+            tuple[RowIndex, _LoadedAdapters]
+        ] = []  # disjoint rows of the next forward pass, and their adapters
 
     @property
     def versions(self) -> Collection[int]:
@@ -46,7 +48,7 @@ class AdapterBank:
         }
         parameters = adapters.config.get("target_parameters") or ()
         experts = merged_experts(self._model, tensors, parameters, scale=adapters.scale)
-        self._loaded[adapters.version] = _Loaded(pairs, adapters.scale, experts)
+        self._loaded[adapters.version] = _LoadedAdapters(pairs, adapters.scale, experts)
         for name in pairs.keys() - self._hooks.keys():
             self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
         for module in experts.keys() - self._by_row:
@@ -85,7 +87,7 @@ class AdapterBank:
         return add
 
 
-class _Loaded:
+class _LoadedAdapters:
     """The adapters of one version."""
 
     def __init__(

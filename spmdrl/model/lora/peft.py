@@ -35,7 +35,7 @@ _UNSET: tuple[Any, ...] = (None, False, "none", [], {})  # values of all others 
 _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class _Config(BaseModel):
+class _AdapterConfig(BaseModel):
     """The part of adapter_config.json that is read."""
 
     model_config = ConfigDict(strict=True)
@@ -83,7 +83,7 @@ def read_adapter(path: str) -> AdapterFiles:
         if (kind := written.get("peft_type")) != "LORA":
             raise UserError(f'{CONFIG} has peft_type = "{kind}"; only LoRA can be read')
         with about(folder / CONFIG):
-            config = conform(written, _Config)
+            config = conform(written, _AdapterConfig)
         open_file(folder / WEIGHTS).close()  # raises where load_file would wait, as for a pipe
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: UserError too
@@ -122,7 +122,7 @@ def _other_names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield "holds no tensors"
 
 
-def _other_targets(tensors: Mapping[str, Tensor], config: _Config) -> Iterator[str]:
+def _other_targets(tensors: Mapping[str, Tensor], config: _AdapterConfig) -> Iterator[str]:
     """Yield a clause when the file holds matrices of a layer that the configuration does not name: PEFT would leave
     them out. A pattern, and parameters besides layers, are not checked."""
     if not isinstance(config.target_modules, list) or config.target_parameters:
