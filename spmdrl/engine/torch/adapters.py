@@ -28,9 +28,7 @@ class AdapterBank:
         self._hooks: dict[str, Any] = {}
         self._by_row: set[nn.Module] = set()  # modules of experts that are computed with their rows' weights
         self._loaded: dict[int, _LoadedAdapters] = {}  # by version
-        self._chosen: list[
-            tuple[RowIndex, _LoadedAdapters]
-        ] = []  # disjoint rows of the next forward pass, and their adapters
+        self._chosen: list[tuple[RowIndex, _LoadedAdapters]] = []  # disjoint rows of the next pass, and their adapters
 
     @property
     def versions(self) -> Collection[int]:
