@@ -144,6 +144,7 @@ def test_the_demos_of_the_pages_run(command: str, tmp_path: Path) -> None:
     """With the settings that a page gives them, for two steps."""
     settings = [word.removeprefix("ARGS=").split() for word in shlex.split(command) if word.startswith("ARGS=")]
     short = [f"run.dir={tmp_path}", "run.name=demo", "run.num_steps=2", "optim.warmup_steps=1", "eval.num_prompts=40"]
+    short += ["critic.warmup_steps=1"] if "critic." in command else []
     words = ["bash", "launch/demo.sh", *chain(*settings), *short]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
