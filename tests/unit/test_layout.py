@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -361,12 +362,23 @@ def test_rooms_stay_within_the_sizes_of_the_page() -> None:
     for name, path in measures.modules().items():
         rooms.setdefault(measures.room_of(name), []).append(path)
     assert sizes.keys() == rooms.keys() - {"__init__"}
-    over = [
-        f"{room}: {len(rooms[room])} files, {lines} lines of code"
+    lines = {room: sum(map(measures.code_lines, paths)) for room, paths in rooms.items()}
+    wrong = [
+        f"{room}: {len(rooms[room])} files, {lines[room]} lines of code"
         for room, (max_files, max_lines) in sizes.items()
-        if (lines := sum(map(measures.code_lines, rooms[room]))) > max_lines or len(rooms[room]) > max_files
+        if len(rooms[room]) != max_files or not is_close(max_lines, lines[room])
     ]
-    assert over == []
+    assert wrong == []
+
+
+def is_close(limit: int, count: int) -> bool:
+    """True when a limit of the page is kept, and is no further above the count than a change may leave it."""
+    return count <= limit <= count + max(5, count // 100)
+
+
+def test_a_limit_is_kept_and_follows_what_shrinks() -> None:
+    assert is_close(10, 10) and is_close(10, 5) and is_close(1010, 1000)
+    assert not is_close(10, 11) and not is_close(10, 4) and not is_close(1011, 1000)
 
 
 def test_a_public_class_or_name_of_a_type_has_one_owner() -> None:
@@ -386,13 +398,13 @@ def test_names_of_types_have_owners_as_classes_do(tmp_path: Path) -> None:
 def test_few_files_are_small() -> None:
     paths = [path for path in measures.modules().values() if path.name != "__init__.py"]
     small = [path.name for path in paths if measures.code_lines(path) <= limit("lines of code of a small file")]
-    assert len(small) <= limit("small files")
+    assert is_close(limit("small files"), len(small))
 
 
 def test_few_lines_are_imports() -> None:
     paths = measures.modules().values()
     share = sum(map(measures.import_lines, paths)) / sum(map(measures.code_lines, paths))
-    assert 1000 * share <= limit("import lines in 1,000 lines of code")
+    assert is_close(limit("import lines in 1,000 lines of code"), math.ceil(1000 * share))
 
 
 def test_rings_of_rooms_are_those_of_the_tree() -> None:
@@ -416,7 +428,7 @@ def test_words_to_avoid_become_fewer() -> None:
     allowed = {word: count for word, (count,) in table_of_numbers("Words").items()}
     found = measures.words(measures.modules().values())
     assert allowed.keys() == set(measures.BANNED)
-    assert {word: found[word] for word in allowed if found[word] > allowed[word]} == {}
+    assert {word: found[word] for word in allowed if not is_close(allowed[word], found[word])} == {}
 
 
 def test_a_word_is_found_in_names_docstrings_and_comments_alone(tmp_path: Path) -> None:
@@ -429,7 +441,7 @@ def test_modules_import_no_more_than_the_page_says() -> None:
     files = measures.modules()
     graph = measures.import_graph(files, deferred=False)
     for module, (max_files,) in table_of_numbers("Closures").items():
-        assert len(measures.closure(graph, f"spmdrl.{module}")) <= max_files, module
+        assert is_close(max_files, len(measures.closure(graph, f"spmdrl.{module}"))), module
 
 
 def test_modules_are_imported_without_the_libraries_of_the_page() -> None:
