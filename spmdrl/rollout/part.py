@@ -206,8 +206,8 @@ class EnginePart:
         )
 
     def _counted(self) -> Iterator[Episode | None]:
-        """Count the episodes that are started. Those of an evaluation, which are not counted, come after groups that go
-        on and before new ones."""
+        """Count the episodes that are started. Those of an evaluation, which are not counted, come after groups that
+        continue and before new ones."""
         limit = self._clock.num_to_begin(len(self.started))
         self.started.append(0)
         held_out = self._held_out.episodes
