@@ -13,7 +13,7 @@ damaged() {
     exit 2
 }
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
-# Each step imports torch and SGLang anew, twice or more; where Python cannot write beside them, it would compile them anew.
+# Each step imports torch and SGLang, twice or more; where Python cannot write next to them, each would compile them.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$PWD/runs/bytecode}
 if [[ -e $bundle/SHA256SUMS ]]; then

@@ -163,7 +163,7 @@ class Loop:
             warn=cfg.mismatch.warn,
             success_at=cfg.success_at,
             complete=self._scorers.complete,
-            beside=False,  # a script may sample nothing in a step
+            alongside=False,  # a script may sample nothing in a step
         )
         self._router_lines = router_lines(cfg, has_routes=routes_refusal(policy.model) is None)
         self._awake, self._is_awake = ExitStack(), False  # while the trainer has the device

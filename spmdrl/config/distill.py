@@ -52,7 +52,7 @@ Models = dict[ModelName, OtherModelConfig]  # [models.NAME]
 REFERENCE = "reference"
 
 
-FEEDBACK = "feedback"  # the hint_column of what an environment returned of the attempt
+FEEDBACK = "feedback"  # the hint_column of what an environment returned after the attempt
 
 
 def _with_hint(template: str) -> str:
@@ -137,7 +137,7 @@ class DistillConfig(Section):
 
     @property
     def reads_feedback(self) -> bool:
-        """True when a teacher sees what an environment returned of the attempt."""
+        """True when a teacher sees what an environment returned after the attempt."""
         return any(one.hint_column == FEEDBACK for one in self.by_place)
 
     def teacher_of(self, task: str) -> int:

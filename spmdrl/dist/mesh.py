@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelMeshes:
-    """The meshes over which the policy is split, or a model besides it.
+    """The meshes over which the policy is split, or another model.
 
     A rank's coordinates in `dense` select its part of the weights that all tokens use. `expert` holds the same ranks in
     another order and splits each layer's experts; it is None when every rank computes all experts.

@@ -19,7 +19,7 @@ from spmdrl.faults.verdict import EXIT_HANG, EXIT_LOST_RANK, EXIT_USER_ERROR
 # Below the ports that the kernel gives to connections; jobs on the same node need different ones.
 FIRST_PORT, NUM_PORTS = 20000, 12000
 MOST_RESTARTS = 20  # of a job whose ranks are asked to stop, by whatever that may be, before they have saved a step
-ARRAY_INDEX = "%a"  # is replaced by the index of an array job in arguments, as it does in sbatch's --output
+ARRAY_INDEX = "%a"  # is replaced by the index of an array job in arguments, as in sbatch's --output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,7 +257,7 @@ def _in_turn(model: ModelConfig, frozen: FrozenModelSize, rank: Rank) -> int:
 
 
 def turn_problems(cfg: Config | TuningConfig, rank: Rank, plan: MemoryPlan | None) -> Iterator[str]:
-    """Yield a sentence for each frozen model that cannot be on the device as a whole besides what is there for certain:
+    """Yield a sentence for each frozen model that cannot be on the device as a whole next to what is there for certain:
     the trainer, gathered in part, and where there is one, the sleeping engine with a refit's buckets. While a reward
     model computes, the trainer sleeps."""
     others = (plan.buckets + plan.engine_keeps if plan else 0) + sum(rank.overhead.while_training.values())

@@ -126,8 +126,8 @@ def _with_models(cfg: SectionT) -> tuple[SectionT, list[str]]:
 
 
 def _found(find: Callable[[str, bool], str], path: Any, setting: str, *, download: bool, problems: list[str]) -> Any:
-    """Return the path of a name on a hub or of a set, and any other path as it is; add a sentence if there
-    is none."""
+    """Return the path of a name on a hub or of a set, and any other path as it is; add a sentence if there is
+    none."""
     if not isinstance(path, str) or not (path.startswith(PREFIX) or find is set_file):
         return path
     try:

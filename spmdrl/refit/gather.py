@@ -175,7 +175,7 @@ def _as_in_files(model: Any, name: str, whole: Tensor) -> dict[str, Tensor]:
 
 
 def _staying(policy: PackedModel, tensors: Mapping[str, Tensor], *, merge: bool) -> set[str]:
-    """Name the weights that need not be sent again. A base besides adapters is sent, as a whole, only to an engine that
+    """Name the weights that need not be sent again. A base with adapters is sent, as a whole, only to an engine that
     has nothing, so none of it is named unless its adapters are merged."""
     adapters = policy.adapters
     if adapters is not None and not merge:

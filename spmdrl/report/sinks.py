@@ -1,6 +1,6 @@
 """Sinks: metrics.jsonl in a tracker (wandb, trackio, mlflow, swanlab), or in a function of the user's.
 
-Each sink has a process of its own besides the first rank. It reads metrics.jsonl as it grows, so that every number is
+Each sink has a process of its own next to the first rank. It reads metrics.jsonl as it grows, so that every number is
 that of the file, and a tracker that hangs or raises costs the run a warning. `spmdrl sync RUN` sends afterwards what is
 missing, also from another machine.
 

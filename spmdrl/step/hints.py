@@ -23,7 +23,7 @@ from spmdrl.conversation import as_text
 from spmdrl.data.tokenizer import encode_message, encode_prompt
 from spmdrl.types import NO_HINT, NO_TEACHER, Hint, MicroBatch, Prompt, Rollout, UserError
 
-# From a prompt, and what the environment returned, to the place of the teacher and the hint that it sees.
+# From a prompt, and what the environment returned, to the place of the teacher and the hint that the teacher sees.
 Label = Callable[[Prompt, str | None], tuple[int, Hint]]
 
 
@@ -45,8 +45,8 @@ class Lessons:
     def __call__(self, prompt: Prompt, feedback: str | None = None) -> tuple[int, Hint]:
         """Return the place of the prompt's teacher, or NO_TEACHER, and the hint that this sees.
 
-        Nobody teaches an attempt of which the environment returned nothing or too much, where that is the hint. Raises
-        UserError for a prompt without its hint, or with one that is too long.
+        Nobody teaches an attempt after which the environment returned nothing or too much, where that is the hint.
+        Raises UserError for a prompt without its hint, or with one that is too long.
         """
         place = NO_TEACHER if self.distill is None else self.distill.teacher_of(prompt.task)
         if self.distill is None or place == NO_TEACHER or (column := self.distill.by_place[place].hint_column) is None:

@@ -52,18 +52,18 @@ class Steps(Generic[SettingsT]):
         success_at: float = 1.0,
         held_out: Callable[[], Evaluation] | None = None,
         complete: Callable[[list[Pending]], list[Pending]] = list,
-        beside: bool = True,
+        alongside: bool = True,
     ) -> None:
         """`warn`: limits beyond which a step's mismatch is shown to the user; `success_at`: the reward from which a
         held-out answer is right. `held_out` evaluates the policy; None: the sampler answers held-out prompts, whose
-        rewards `complete` completes: `alongside` the rollouts of the next step, where it can."""
+        rewards `complete` completes. `alongside`: with the rollouts of the next step, where it can."""
         self._run: Launch[SettingsT] = run
         self._policy, self._saver, self._warn, self._success_at = policy, saver, warn, success_at
         self._handover, self._sampler = handover, sampler
         self._measure, self._complete = held_out or self._answer_held_out, complete
         self._answers: list[Pending] = []  # that are sampled alongside rollouts
         self._asked: int | None = None  # the step whose evaluation they are
-        self._beside = beside and sampler.answers_beside
+        self._is_alongside = alongside and sampler.answers_beside
         self._training = run.meshes.training
         # The last finished step and its metrics: the contents of a checkpoint.
         self._done = run.resume_point.step
@@ -217,7 +217,7 @@ class Steps(Generic[SettingsT]):
 
     def _ask(self, step: int, *, is_known: bool = False) -> bool:
         """Have an evaluation sampled alongside the rollouts of the next step; False where it is sampled by itself."""
-        if not self._beside or step >= self._run.plan.num_steps:
+        if not self._is_alongside or step >= self._run.plan.num_steps:
             return False
         self._asked, self._answers = None if is_known else step, []
         self._sampler.ask_held_out(self._answers.extend)

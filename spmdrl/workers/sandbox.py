@@ -208,7 +208,7 @@ def fence(writable: Iterable[str]) -> int:
     attributes = struct.pack("=QQQ", changes | _READ | ioctl, 0, scope)[: 24 if scope else 8]
     rules = call("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
-        # Rules only allow. So what is readable is all that is besides /dev.
+        # Rules only allow. So what is readable is all but /dev.
         for name in os.listdir("/"):
             if name != "dev":
                 with contextlib.suppress(OSError):  # a link that leads nowhere, a mount that is gone

@@ -77,7 +77,7 @@ def record(*steps: dict[str, Any], date: str = "2026-01-02T00:00:00Z") -> dict[s
     return {"date": date, "commit": "abc", "machine": machine, "versions": {"torch": "2.11.0"}, "steps": list(steps)}
 
 
-def of_tests(*, status: str = PASSED, passed: tuple[str, ...] = (), **reasons: dict[str, str]) -> dict[str, Any]:
+def of_tests(*, status: str = PASSED, passed: tuple[str, ...] = (), **reasons: Any) -> dict[str, Any]:
     seen = {"passed": dict.fromkeys(passed, 1.0), "failed": {}, "skipped": {}} | reasons
     command = "python -m pytest tests/gpu/test_a.py"
     return {"name": "a", "command": command, "status": status, "exit_code": 0, "seconds": 9.0, "tests": seen}
@@ -102,11 +102,15 @@ CLAIM = Claim("Training", "Both.", tests=("a::test_one", "a::test_two"))
             "in part, by 1 test; not yet run: `a::test_two` (killed after 9 s)",
         ),
         (
-            of_tests(status=KILLED, failed={A: "1 == 2", B: "rank 0 died"}),
+            of_tests(status=KILLED, failed={A: "1 == 2", B: "rank 0 died"}, last=B),
             "failed: `a::test_one`: 1 == 2",
         ),
         (
-            of_tests(status=KILLED, passed=(A,), failed={B: "rank 0 died"}),
+            of_tests(status=KILLED, passed=(B,), failed={A: "1 == 2"}, last=B),
+            "failed: `a::test_one`: 1 == 2",
+        ),
+        (
+            of_tests(status=KILLED, passed=(A,), failed={B: "rank 0 died"}, last=B),
             "in part, by 1 test; not yet run: `a::test_two` (killed after 9 s)",
         ),
         (of_tests(skipped={A: "no device", B: "no device"}), "not yet run (no device)"),

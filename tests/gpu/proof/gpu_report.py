@@ -271,11 +271,11 @@ def _of_step(step: Record, record: str) -> Iterator[Outcome]:
     seen = step.get("tests", {})
     for name in seen.get("passed", {}):
         yield Outcome(name=_test_name(name), kind="passed", record=record)
-    failed = dict(seen.get("failed", {}))
-    if status == KILLED and failed:  # the last one was ended with its step: what it would have shown is not known
-        yield Outcome(name=_test_name(failed.popitem()[0]), kind="not run", reason=reason, record=record)
-    for name, why in failed.items():
-        yield Outcome(name=_test_name(name), kind="failed", reason=why, record=record)
+    for name, why in seen.get("failed", {}).items():
+        if status == KILLED and name == seen.get("last"):  # it was ended with its step: what it shows is not known
+            yield Outcome(name=_test_name(name), kind="not run", reason=reason, record=record)
+        else:
+            yield Outcome(name=_test_name(name), kind="failed", reason=why, record=record)
     for name, why in seen.get("skipped", {}).items():
         yield Outcome(name=_test_name(name), kind="not run", reason=why, record=record)
 

@@ -23,20 +23,23 @@ def read(path: Path) -> Seen | None:
     """Return the tests of a process; None where it ran none.
 
     `counts` has numbers, `passed` seconds by test id, `failed` and `skipped` reasons by test id, or by file where that
-    could not be loaded.
+    could not be loaded. `last` is the test that began last.
     """
     if not path.is_file():
         return None
     last: dict[str, dict[str, Any]] = {}
+    begun = None
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):  # the process was killed while it wrote its last line
             row = json.loads(line)
             last[row["id"]] = row
+            begun = row["id"] if row.get("reason") == UNFINISHED else begun
     of = {name: [row for row in last.values() if row["outcome"] == name] for name in ("passed", "failed", "skipped")}
     return {
         "counts": {name: len(rows) for name, rows in of.items()},
         "passed": {row["id"]: row["seconds"] for row in of["passed"]},
         **{name: {row["id"]: row["reason"] for row in of[name]} for name in ("failed", "skipped")},
+        "last": begun,
     }
 
 
