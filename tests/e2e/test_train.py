@@ -343,6 +343,7 @@ def test_a_curriculum_takes_the_same_prompts_on_any_ranks_and_after_kills(
     assert last["curriculum/measured_fraction"] == 1.0 and 0 < last["curriculum/left_fraction"] < 1
 
 
+@pytest.mark.slow  # tests/e2e/test_cut_runs.py cuts a run with everything on, a judge too
 def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

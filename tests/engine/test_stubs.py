@@ -101,6 +101,7 @@ def _changed(path: str, export: Path | None, sequences: list[tuple[int, ...]]) -
         return trainer_logprobs(policy, sequences)
 
 
+@pytest.mark.slow
 def test_an_export_gives_the_trainers_log_probabilities(tmp_path: Path) -> None:
     path, export, prompts = save_qwen3(tmp_path / "model"), tmp_path / "hf", [[5, 6, 7], [9]]
     run_engine_ranks(2, _changed, path, export, [])

@@ -190,7 +190,8 @@ def _exported(run: Path) -> dict[str, Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("setting", [pytest.param("lora.init=pissa", marks=pytest.mark.slow), "lora.base=nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["lora.init=pissa", "lora.base=nf4"])
 def test_a_resumed_run_has_its_start_and_its_base_again(tmp_path: Path, fine_tuning: Path, setting: str) -> None:
     """On two ranks from a checkpoint of one: the start is the checkpoint's, whatever this launch computes."""
     if "base" in setting:
@@ -233,6 +234,7 @@ def fine_tuning(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.slow  # tests/e2e/test_cut_runs.py cuts a run with everything on, adapters too
 def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Path, fine_tuning: Path) -> None:
     def launch(name: str, num_steps: int, *overrides: str) -> list[str]:
         return [f"run.name={name}", f"run.num_steps={num_steps}", "export.merged=false", *overrides]
