@@ -165,7 +165,7 @@ def _best_swap(
     wanted = min(excess, gap // 2)
     closest, swap = gap, None
     for given in giving:
-        # A place before the first has no inverse.
+        # The sequence just below what is wanted, or the one after; nothing where none is below.
         place = bisect_left(taking, (given[0] - wanted,))
         for returned in ([] if place == 0 else [taking[place - 1]], taking[place : place + 1]):
             moved = given[0] - sum(cost for cost, _ in returned)
