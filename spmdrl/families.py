@@ -128,6 +128,7 @@ _GRANITE = LogitSetting("logits_scaling", "divisor")
 _UNCUT, _UNTRIED = SGLangFamily(is_cut=False), SGLangFamily(is_tried=False, is_cut=False)
 _UNTRIED_WITH_WINDOWS = replace(_UNTRIED, reads_windows=True)
 _MAMBA2 = replace(_UNTRIED, not_on_cpu="layers of Mamba 2")
+_MAMBA2_ON_GPU = replace(_MAMBA2, is_tried=True)  # docs/gen/models-sglang-cuda.json
 _SHORT_CONVS = replace(_UNTRIED, not_on_cpu="short convolutions")
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -199,14 +200,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
         sglang=SGLangFamily(differs="changes log-probabilities by 2e-01 nats"),
     ),
     "granitemoehybrid": ModelFamily(
-        classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE, sglang=_MAMBA2
+        classes="GraniteMoeHybrid", mamba2=Mamba2(mixer="MambaLayer"), logits=_GRANITE, sglang=_MAMBA2_ON_GPU
     ),
     "bamba": ModelFamily(classes="Bamba", mamba2=Mamba2(mixer="Mixer"), sglang=_MAMBA2),
     "falcon_h1": ModelFamily(
         classes="FalconH1",
         mamba2=Mamba2(mixer="Mixer", has_multipliers=True),
         logits=LogitSetting("lm_head_multiplier", "factor"),
-        sglang=replace(_MAMBA2, has_bare_attention=True, has_unused=(".q_norm.weight", ".k_norm.weight")),
+        sglang=replace(_MAMBA2_ON_GPU, has_bare_attention=True, has_unused=(".q_norm.weight", ".k_norm.weight")),
     ),
     "nemotron_h": ModelFamily(
         classes="NemotronH",
@@ -221,7 +222,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
         published_layers={"linear_attention": "mamba", "full_attention": "attention"},
         sglang=replace(_MAMBA2, has_gates=False),
     ),
-    "lfm2": ModelFamily(classes="Lfm2", has_short_convs=True, sglang=replace(_SHORT_CONVS, copies_embedding=True)),
+    "lfm2": ModelFamily(
+        classes="Lfm2", has_short_convs=True, sglang=replace(_SHORT_CONVS, is_tried=True, copies_embedding=True)
+    ),
     "lfm2_moe": ModelFamily(classes="Lfm2Moe", has_short_convs=True, sglang=_SHORT_CONVS),
     "gemma4_text": ModelFamily(
         logits=_CAPPED,
@@ -244,7 +247,10 @@ FAMILIES: Mapping[str, ModelFamily] = {
         bare_linears=("router.classifier",),
         sglang=SGLangFamily(differs="does not start, because it finds no rotary settings"),
     ),
-    **dict.fromkeys(("gpt_oss", "exaone4"), ModelFamily(sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="attention"))),
+    "gpt_oss": ModelFamily(sglang=replace(_UNTRIED_WITH_WINDOWS, not_on_cpu="attention")),
+    "exaone4": ModelFamily(
+        sglang=SGLangFamily(reads_windows=True, differs="changes log-probabilities by 5e-03 nats on a GPU")
+    ),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         ModelFamily(sglang=replace(_UNTRIED, not_on_cpu="attention")),

@@ -47,11 +47,14 @@ def of_sglang_about(name: str, asked: Mapping[str, Sequence[str]]) -> Sequence[s
     return asked[name if name in asked else next(other for other in asked if type_of(other) == type_of(name))]
 
 
-def _engines(name: str, asked: Mapping[str, Sequence[str]]) -> str:
+def _engines(name: str, asked: Mapping[str, Sequence[str]], on_a_device: Mapping[str, Sequence[str]]) -> str:
     answer, remark = of_sglang_about(name, asked)
     if answer == "yes":
         return "torch, and SGLang up to its window" if "its window" in remark else "torch and SGLang"
-    return "torch, and SGLang in tests/engine" if type_of(name) in IN_TESTS else "torch alone"
+    if type_of(name) in IN_TESTS:
+        return "torch, and SGLang in tests/engine"
+    on_a_gpu = {type_of(other) for other, (said, how) in on_a_device.items() if said == "yes" and "bfloat16" not in how}
+    return "torch, and SGLang on a GPU" if type_of(name) in on_a_gpu else "torch alone"
 
 
 def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any], on_a_device: Mapping[str, Any]) -> str:
@@ -69,7 +72,7 @@ def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any], on_a_device:
     ]
     for name, answers in models.items():
         cells = [_cell(answers, questions) for questions in COLUMNS.values()]
-        cells.append(_engines(name, asked) if cells[0] == "yes" else "")
+        cells.append(_engines(name, asked, on_a_device["models"]) if cells[0] == "yes" else "")
         lines.append(f"| {released()[name]['model']} | `{name}` | {' | '.join(cells)} |")
     lines += ["", "What is not *yes*, and why:", "", "| model | what | why |", "|---|---|---|"]
     lines += _reasons(models)

@@ -19,10 +19,14 @@ from transformers import (
     BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
+    Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -424,6 +428,12 @@ def test_sglang_needs_a_device_for_fewer_bits(tmp_path: Path) -> None:
         (hybrid(layer_types=["linear_attention"] * 2), (), ["in which every n-th layer is one of full"]),
         (hybrid(), LORA, ["set lora.merge = true"]),
         (hybrid(), (*LORA, "lora.merge=true"), []),
+        (Lfm2Config(), (), []),
+        (
+            GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["mamba", "attention"]),
+            LORA,
+            ["adapters of granitemoehybrid were not"],
+        ),
     ],
 )
 def test_hybrids_that_sglang_does_not_know_are_told(
@@ -528,6 +538,9 @@ NOT_TRIED = "was not tried with SGLang"
         (DeepseekV3Config(), "computes no attention on a CPU", NOT_TRIED),
         (Gemma2Config(), "computes no soft caps of attention on a CPU", NOT_TRIED),
         (BambaConfig(), "computes no layers of Mamba 2 on a CPU", NOT_TRIED),
+        (FalconH1Config(), "computes no layers of Mamba 2 on a CPU", None),  # seen on a GPU
+        (Lfm2Config(), "computes no short convolutions on a CPU", None),
+        (Exaone4Config(), "changes log-probabilities by 5e-03 nats on a GPU", "changes log-probabilities"),
         (OPTConfig(), NOT_TRIED, NOT_TRIED),  # and every other type without a row
     ],
 )

@@ -17,7 +17,7 @@ from spmdrl.model.few_bits import quantization_of
 from spmdrl.model.fp8 import BLOCK
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
-# Models of which some layers have a state instead of keys and values (Qwen3-Next, Qwen3.5), as SGLang wants them.
+# Models of which some layers have a state instead of keys and values (Qwen3-Next, Granite 4, LFM2), as SGLang wants them.
 
 
 _ATTENTION = "full_attention"
@@ -46,6 +46,11 @@ def expert_problems(model_dir: str, model_config: Any) -> Iterator[str]:
 
 def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iterator[str]:
     """Yield a sentence for each reason why SGLang could not run such a model; none for other models."""
+    if is_hybrid(model_config) and cfg.sends_adapters:
+        yield (
+            f"adapters of {model_config.get_text_config().model_type} were not tried with SGLang; set lora.merge = "
+            "true, which sends merged weights"
+        )
     if not has_delta_nets(model_config):
         return
     model_config = model_config.get_text_config()
@@ -68,11 +73,6 @@ def hybrid_problems(cfg: Config, model_config: Any, *, device_type: str) -> Iter
         )
     if family_of(model_config).sglang.checks_rotary_early:
         yield from _rotary_problems(cfg.model.path, model_config.rope_parameters["rope_type"])
-    if cfg.sends_adapters:
-        yield (
-            f"adapters of {model_config.model_type} were not tried with SGLang; set lora.merge = true, which sends "
-            "merged weights"
-        )
 
 
 def _rotary_problems(model_dir: str, rope_type: str) -> Iterator[str]:
