@@ -155,6 +155,7 @@ class MemoryPlan(TrainingMemory):
     """Bytes on one rank's device in a run with an engine: training, refits and the engine."""
 
     buckets: int  # the two of a refit, and the memory to gather one
+    cast: int  # a weight that a refit brings from the host, before it has the engine's dtype
     moved: int  # weights and optimizer state that go to the host while the engine samples
     engine_weights: int  # this rank's part
     free_at_launch: int  # when the engine starts
@@ -234,11 +235,14 @@ def plan_memory(
     merging = size.largest_weight * _FLOAT32 if cfg.merges_adapters else 0
     # A rank's part of a bucket in e4m3, and the part of a weight in float32 of which it is made, before and after.
     quantizing = (bucket + 2 * _FLOAT32 * size.largest_weight) // num_ranks if cfg.rollout.quantization else 0
+    from_host = cfg.offload.trainer == "all" or cfg.model.cpu_offload
+    changes_dtype = compute_bytes != _FLOAT32 and not size.adapters  # a base with adapters rests in the compute dtype
     movable = training.weights - training.stays + training.optimizer
     moved = {"none": 0, "optimizer": training.optimizer, "all": movable}
     return MemoryPlan(
         **dataclasses.asdict(training),
         buckets=2 * bucket + staging_bytes(bucket, num_ranks=num_ranks) + merging + quantizing,
+        cast=size.largest_weight * _FLOAT32 // num_ranks if from_host and changes_dtype else 0,
         moved=moved[cfg.offload.trainer],
         engine_weights=engine_weights,
         free_at_launch=free,

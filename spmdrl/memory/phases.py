@@ -176,7 +176,8 @@ def phases_with_engine(cfg: Config, rank: Rank, plan: MemoryPlan) -> Iterator[Ph
     refit = PhaseMemory("refit", {}, alone, beside)
     rollout = PhaseMemory("rollout", {}, alone, rank.engine_overhead.while_sampling)
     share = 0 if "kv_cache" in cfg.offload.engine else plan.engine_share or 0  # of an engine that has its cache still
-    yield with_engine(refit, asleep, engine_bytes=max(plan.engine_weights, share))
+    during_refit = {**asleep, "weight before its cast": plan.cast}
+    yield with_engine(refit, during_refit, engine_bytes=max(plan.engine_weights, share))
     during_rollout = {"refit bucket": plan.buckets // 2} if disaggregated else asleep
     yield with_engine(rollout, during_rollout, engine_bytes=_engine_in_rollout(cfg, rank, plan))
     needs_old = takes_old_pass(cfg, num_updates=rank.run.updates_per_step)

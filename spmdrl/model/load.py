@@ -400,11 +400,11 @@ def _ranks_without_experts(conversions: Iterable[WeightRenaming | WeightConverte
 
 @torch.no_grad()
 def materialize_shards(policy: PackedModel, device: torch.device, *, buffers: torch.device) -> None:
-    """Copy every shard into new memory on `device`, and quantize what is to be in few bits. Buffers, which FSDP leaves
-    where they are, go to where the model computes.
+    """Copy every shard into memory of its own on `device`, and quantize what is to be in few bits. Buffers, which FSDP
+    leaves where they are, go to where the model computes.
 
-    safetensors maps files lazily. Without the copy, weights would be read at first use, and would change when someone
-    overwrites the directory.
+    safetensors maps files lazily. Without the copy, weights on the host would be read at first use, and would change
+    when someone overwrites the directory. What transformers has put onto a CUDA device has memory of its own already.
     """
     holders: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several holders and stay one parameter
     for module in policy.modules():
@@ -439,9 +439,11 @@ def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
 
 
 def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Copy a sharded parameter into new memory on `device`."""
+    """Copy a sharded parameter into memory of its own on `device`."""
     assert isinstance(parameter, DTensor), "a parameter was not sharded"
     local = parameter.to_local()
+    if local.device.type == device.type == "cuda" and local.untyped_storage().nbytes() == local.nbytes:
+        return parameter
     copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
     # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.
     return nn.Parameter(DTensor(copy, parameter._spec, requires_grad=False), requires_grad=parameter.requires_grad)

@@ -70,12 +70,15 @@ def no_span(_: str) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("moves", ["optimizer", "all"])
 def test_a_sleeping_trainer_gives_its_memory_back(qwen3: str, moves: Moves) -> None:
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
-        meshes = build_meshes(world)
+        meshes, empty = build_meshes(world), allocated()
+        torch.cuda.reset_peak_memory_stats()
         learner = start(qwen3, meshes)
+        sizes = [shard.nbytes for shard in shards(learner.model)]
+        weights = sum(sizes)
+        assert torch.cuda.max_memory_allocated() - empty < weights + max(sizes) // 2  # none was there twice
         memory = TrainerMemory([learner], CUDA, moves=moves)
         train(learner, meshes, step=1)
         before, awake = state(learner), allocated()
-        weights = sum(shard.nbytes for shard in shards(learner.model))
         pinned, free = set(), []
         for _ in range(4):
             memory.sleep()

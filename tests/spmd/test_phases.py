@@ -25,6 +25,7 @@ PLAN = MemoryPlan(
     optimizer=8 * GIB,
     gathered=GIB,
     buckets=GIB,
+    cast=0,
     moved=12 * GIB,
     engine_weights=8 * GIB,
     free_at_launch=75 * GIB,

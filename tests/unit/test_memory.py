@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_a_plan_counts_every_part() -> None:
         optimizer=GIB,
         gathered=2 * (2**27 + 2**25),
         buckets=2 * 2**28 + 2**28 + 2**25,
+        cast=0,
         moved=0,
         engine_weights=2 * GIB,
         free_at_launch=79 * GIB - GIB // 2,
@@ -82,6 +84,10 @@ def test_what_offload_moves_is_not_there() -> None:
         GIB // 2,
         0,
     ]
+    casts = [
+        planned(replace(BILLION, largest_weight=800), offload={"trainer": x})[0].cast for x in ("optimizer", "all")
+    ]
+    assert casts == [0, 800 * 4 // 8]  # a refit brings a rank's part of it from the host in float32
     assert planned(offload={"engine": ["kv_cache", "weights"]})[0].engine_keeps == 0
     assert planned(model={"cpu_offload": True})[0].awake == 2 * (2**27 + 2**25)
     assert planned(optim={"name": "sgd"})[0].optimizer == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,8 @@ PHASES = [
 def test_predicted_beside_measured_on_a_device() -> None:
     predicted = predicted_peaks(PHASES, on_gpu=True)
     assert predicted == {"load": Peak(2 * GIB, GIB), "rollout": Peak(GIB, GIB), "update": Peak(5 * GIB, GIB)}
+    with_cublas = replace(PHASES[1], elsewhere={"cuBLAS": GIB, "context": GIB})  # torch allocates it
+    assert predicted_peaks([with_cublas], on_gpu=True) == {"rollout": Peak(2 * GIB, GIB)}
     peaks = {"rollout": Peak(GIB * 3 // 2, GIB // 2), "update": Peak(GIB * 19 // 4, GIB * 5 // 4)}
     scalars = {name: metric.value() for name, metric in resource_metrics(peaks).items()}
     assert (scalars["memory/peak_gib"], scalars["memory/host_peak_gib"]) == (4.75, 1.25)

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from spmdrl.config import Config, ReportConfig
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, PathIn
 from spmdrl.memory.phase import PhaseMemory
 from spmdrl.report import Report, RunFolder
 from spmdrl.report import tensorboard as tensorboard_page
@@ -492,10 +492,10 @@ def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name for kind in (RunFolder, FaultFiles) for name in vars(kind) if isinstance(vars(kind)[name], property)]
+    "name", [name for kind in (RunFolder, FaultFiles) for name in vars(kind) if isinstance(vars(kind)[name], PathIn)]
 )
 def test_every_file_of_a_run_must_be_its_own(name: str, tmp_path: Path) -> None:
-    path = next(getattr(kind(tmp_path), name) for kind in (RunFolder, FaultFiles) if hasattr(kind, name))
+    path = next(getattr(kind(tmp_path), name) for kind in (RunFolder, FaultFiles) if name in vars(kind))
     path.symlink_to("/dev/null")
     named = [problem for problem in RunFolder(tmp_path).problems() if problem.startswith(str(path))]
     assert len(named) == (name != "stop")  # which is the user's

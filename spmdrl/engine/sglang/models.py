@@ -17,7 +17,8 @@ from spmdrl.model.few_bits import quantization_of
 from spmdrl.model.fp8 import BLOCK
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
-# Models of which some layers have a state instead of keys and values (Qwen3-Next, Granite 4, LFM2), as SGLang wants them.
+# Models of which some layers have a state instead of keys and values (Qwen3-Next, Granite 4, LFM2), as SGLang wants
+# them.
 
 
 _ATTENTION = "full_attention"
