@@ -284,7 +284,11 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
         _bound_onednn()
         _keep_freed_memory()
     patience = timedelta(minutes=patience_minutes)
-    with _determinism(deterministic), _process_group(device, patience, num_threads=num_threads) as (rank, num_ranks):
+    with (
+        _collections_of_its_own(),
+        _determinism(deterministic),
+        _process_group(device, patience, num_threads=num_threads) as (rank, num_ranks),
+    ):
         yield World(
             rank=rank,
             num_ranks=num_ranks,
@@ -293,6 +297,20 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
             patience=patience,
             device=device,
         )
+
+
+@contextmanager
+def _collections_of_its_own() -> Iterator[None]:
+    """Keep what exists now, most of it libraries, out of Python's garbage collections.
+
+    There are some hundred thousand such objects, and looking through all of them takes as long as a phase of a small
+    model's step. What a session makes, its models above all, is collected as ever.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,8 +103,7 @@ class Steps(Generic[SettingsT]):
         """Surround the loop: save what is finished when the run is asked to stop, and export the model at its end."""
         run, saver = self._run, self._saver
         try:
-            with _without_full_collections():
-                yield
+            yield
         except StopRequested:
             if saver.newest != self._done:
                 self._save()
@@ -271,18 +269,3 @@ class Steps(Generic[SettingsT]):
     def _report_memory(self) -> None:
         if edges := self._handover.take_edges():
             self._run.report.memory(self._done, edges)
-
-
-@contextmanager
-def _without_full_collections() -> Iterator[None]:
-    """Keep what exists now, which lives as long as the run, out of Python's garbage collections.
-
-    There are some hundred thousand such objects, of libraries and models, and looking through all of them takes as long
-    as a phase of a small model's step.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()  # or cycles of modules would outlive the process group

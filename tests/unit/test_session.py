@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -84,6 +86,20 @@ def test_a_group_with_engines_splits_nothing_that_the_other_ranks_share(monkeypa
         whole = torch.ones(1)
         dist.all_reduce(whole, group=group)
         assert whole == 1
+
+
+def test_what_a_session_made_is_freed_before_it_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles of modules too. What was there before is kept out of collections meanwhile."""
+    before, freed, left = gc.get_freeze_count(), [], dist.destroy_process_group
+    with spmd_session(threads_per_rank=1, deterministic=False):
+        assert gc.get_freeze_count() > before + 10_000
+        model = torch.nn.Linear(1, 1)
+        model.itself = [model]
+        held = weakref.ref(model)
+        del model
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: (freed.append(held() is None), left()))
+    assert freed == [True]
+    assert gc.get_freeze_count() == 0
 
 
 TORCHRUN = {

@@ -12,13 +12,14 @@ import pytest
 from spmdrl.model.machine import place_torchs_cache, users_cache
 
 
-def test_imports_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+def test_imports_leave_no_temporary_files_and_the_room_of_cpus_out(tmp_path: Path) -> None:
     places = {"TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for place in places.values():
         os.mkdir(place)
     outside = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    command = [sys.executable, "-c", "import spmdrl.model.policy, torch._dynamo.package"]
-    subprocess.run(command, env=outside | places, check=True, timeout=120)
+    imports = "import sys, spmdrl.train, spmdrl.engine.torch.engine, torch._dynamo.package"
+    command = [sys.executable, "-c", f"{imports}; print('spmdrl.cpu' in sys.modules)"]
+    assert subprocess.check_output(command, env=outside | places, text=True, timeout=120) == "False\n"
     assert os.listdir(tmp_path / "temporary") == []
     assert (tmp_path / "cache/spmdrl/torch").is_dir()
 
