@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def picture(path: str, number: int) -> Picture:
 
 def sequence_with(path: str, *pictures: Picture, index: int = 0, response: int = 7) -> Sequence:
     """A sequence with these images between pieces of text, and a response of random tokens."""
-    family, rng = _family(AutoConfig.from_pretrained(path)), random.Random(index)
+    family, rng = _family_at(path), random.Random(index)
     token_ids, spans = [], []
     for shown in pictures:
         token_ids += [*(rng.randrange(8, VOCABULARY) for _ in range(rng.randint(0, 4))), START]
@@ -261,7 +262,7 @@ def stored(sequences: list[Sequence], pictures: dict[str, Picture], folder: Path
 
 def inputs_of(path: str, sequence: Sequence, pictures: dict[str, Picture]) -> dict[str, Tensor]:
     """The arguments with which transformers' own model takes the sequence by itself."""
-    family = _family(AutoConfig.from_pretrained(path))
+    family = _family_at(path)
     ids = torch.tensor([sequence.token_ids])
     types = torch.zeros_like(ids)
     for image in sequence.images:
@@ -280,6 +281,11 @@ def inputs_of(path: str, sequence: Sequence, pictures: dict[str, Picture]) -> di
         if family.tokens_per_image is None:
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
     return inputs
+
+
+@cache
+def _family_at(path: str) -> VisionFamily:
+    return _family(AutoConfig.from_pretrained(path))  # slow: it validates every setting
 
 
 def _family(config: PreTrainedConfig) -> VisionFamily:
