@@ -10,8 +10,11 @@ import torch
 
 MODULES = (
     "PIL.Image",
+    "numpy.ctypeslib",
+    "pydantic.dataclasses",
     "pytest",
     "reasoning_gym",
+    "spmdrl.cpu.dense_decoder",
     "spmdrl.engine.torch.engine",
     "spmdrl.pairs",
     "spmdrl.report.curves",
@@ -19,6 +22,7 @@ MODULES = (
     "spmdrl.sft",
     "spmdrl.train",
     "tests.helpers.models",
+    "torch.utils.serialization.config",
 )
 # Of a process that has begun CUDA, none that is forked can use it. torch begins it to count devices unless it may ask
 # NVML; bitsandbytes, which peft imports where it is installed, begins it always.
