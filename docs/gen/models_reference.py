@@ -53,8 +53,13 @@ def _engines(name: str, asked: Mapping[str, Sequence[str]], on_a_device: Mapping
         return "torch, and SGLang up to its window" if "its window" in remark else "torch and SGLang"
     if type_of(name) in IN_TESTS:
         return "torch, and SGLang in tests/engine"
-    on_a_gpu = {type_of(other) for other, (said, how) in on_a_device.items() if said == "yes" and "bfloat16" not in how}
-    return "torch, and SGLang on a GPU" if type_of(name) in on_a_gpu else "torch alone"
+    seen = {_class_of(other) for other, (said, how) in on_a_device.items() if said == "yes" and "bfloat16" not in how}
+    return "torch, and SGLang on a GPU" if _class_of(name) in seen else "torch alone"
+
+
+def _class_of(name: str) -> tuple[str, bool]:
+    """The type of a released model, and whether it has experts, which some types have in part of their models."""
+    return type_of(name), bool(released()[name]["config"].get("num_local_experts"))
 
 
 def table(results: Mapping[str, Any], of_sglang: Mapping[str, Any], on_a_device: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import socket
 import time
@@ -299,13 +300,20 @@ def spmd_session(*, threads_per_rank: int, deterministic: bool, patience_minutes
         )
 
 
+_SESSIONS = itertools.count()  # of this process
+
+
 @contextmanager
 def _collections_of_its_own() -> Iterator[None]:
-    """Keep what exists now, most of it libraries, out of Python's garbage collections.
+    """Keep what exists before a process's first session, most of it libraries, out of Python's garbage collections.
 
     There are some hundred thousand such objects, and looking through all of them takes as long as a phase of a small
-    model's step. What a session makes, its models above all, is collected as ever.
+    model's step. What a session makes, its models above all, is collected as ever; so is what an earlier one has left.
     """
+    if next(_SESSIONS) > 0 or gc.get_freeze_count() > 0:  # or somebody has frozen what is his to thaw
+        yield
+        return
+    gc.collect()
     gc.freeze()
     try:
         yield

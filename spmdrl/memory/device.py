@@ -275,7 +275,8 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
                 f"{share} of {device}, but its weights alone take {gib(plan.engine_weights)}; "
                 "raise it, or raise rollout.tp_size"
             )
-        others = plan.asleep + plan.buckets
+        refits = plan.buckets + (0 if "kv_cache" in cfg.offload.engine else plan.cast)
+        others = plan.asleep + refits
         if plan.engine_share + others + sampling > device_bytes:
             most = math.floor(100 * (device_bytes - sampling - others) / plan.free_at_launch) / 100
             more = {"none": '"optimizer" or "all"', "optimizer": '"all"', "all": None}[cfg.offload.trainer]
@@ -283,7 +284,7 @@ def memory_problems(plan: MemoryPlan, cfg: Config, *, device_bytes: int) -> Iter
             remedies += [f"set offload.trainer = {more}"] if more and plan.asleep else []
             yield (
                 f"{share} of {device}, but while the engine samples the trainer keeps {gib(plan.asleep)}, refits need "
-                f"{gib(plan.buckets)}, and CUDA, NCCL and the engine's graphs and workspace about {gib(sampling)}; "
+                f"{gib(refits)}, and CUDA, NCCL and the engine's graphs and workspace about {gib(sampling)}; "
                 f"{' or '.join(remedies) or 'use more ranks'}"
             )
     elif plan.engine_weights and plan.asleep + plan.buckets + plan.engine_weights + sampling > device_bytes:

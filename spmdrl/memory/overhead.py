@@ -26,7 +26,7 @@ from spmdrl.memory.activations import Decoder, forward_bytes
 
 _MIB = 2**20
 CONTEXT_BYTES = 512 * _MIB
-KERNEL_BYTES = 640 * _MIB
+KERNEL_BYTES = 614 * _MIB
 CUBLAS_BYTES = 2 * 32 * _MIB
 NCCL_BYTES = 256 * _MIB  # a group
 GRAPH_BYTES = 2 * _MIB  # a sequence of the largest captured batch

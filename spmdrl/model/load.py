@@ -419,9 +419,11 @@ def materialize_shards(policy: PackedModel, device: torch.device, *, buffers: to
         module, name = places[0]
         # No reference to the old shard remains here, so it is freed before the next one is copied.
         copied = _copied_shard(getattr(module, name), device)
+        if copied is getattr(module, name):
+            continue
         for module, name in places:
             setattr(module, name, copied)
-        num_freed_bytes += getattr(module, name).to_local().nbytes
+        num_freed_bytes += copied.to_local().nbytes
         if num_freed_bytes > _MAX_FREED_BYTES:  # of memory in pieces into which the next shards do not fit
             return_freed_memory()
             num_freed_bytes = 0
@@ -438,11 +440,15 @@ def _fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     parameter.to_local().copy_(own.to_local())
 
 
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def _copied_shard(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Copy a sharded parameter into memory of its own on `device`."""
     assert isinstance(parameter, DTensor), "a parameter was not sharded"
     local = parameter.to_local()
-    if local.device.type == device.type == "cuda" and local.untyped_storage().nbytes() == local.nbytes:
+    if local.device.type == device.type == "cuda" and _fills_its_memory(local):
         return parameter
     copy = torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
     # Not from_local, which would move the copy to the mesh's device: offloaded shards live on the host.

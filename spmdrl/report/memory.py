@@ -128,10 +128,14 @@ def host_peak_bytes() -> int:
 
 
 def predicted_peaks(phases: Sequence[PhaseMemory], *, on_gpu: bool) -> dict[str, Peak]:
-    """Return the predicted peak of each span: its largest phase, with the workspaces that torch allocates for cuBLAS.
-    Without a device, all memory is host memory."""
+    """Return the predicted peak of each span: its largest phase. Without a device, all memory is host memory.
+
+    On a device torch allocates workspaces for cuBLAS at the first product, which comes after a model is loaded.
+    """
     peaks = {
-        phase.name: Peak(phase.process_bytes + phase.elsewhere.get("cuBLAS", 0), phase.host_bytes)
+        phase.name: Peak(
+            phase.process_bytes + (phase.elsewhere.get("cuBLAS", 0) if phase.name != "load" else 0), phase.host_bytes
+        )
         if on_gpu
         else Peak(None, phase.process_bytes + phase.host_bytes)
         for phase in phases

@@ -33,9 +33,8 @@ for module in MODULES if has_cuda else (*MODULES, "peft"):
 assert not (has_cuda and torch.cuda.is_initialized()), "ranks that are forked from here cannot use CUDA"
 
 import_module("PIL.Image").preinit()
-import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping(
-    "qwen3"
-)  # it makes those of all types
+# The first call makes those of all types.
+import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
 # What is here now stays; a rank that collects garbage, as every session does at its end, need not look at it again.
 gc.collect()
 gc.freeze()

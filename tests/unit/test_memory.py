@@ -88,6 +88,8 @@ def test_what_offload_moves_is_not_there() -> None:
         planned(replace(BILLION, largest_weight=800), offload={"trainer": x})[0].cast for x in ("optimizer", "all")
     ]
     assert casts == [0, 800 * 4 // 8]  # a refit brings a rank's part of it from the host in float32
+    assert planned(replace(BILLION, largest_weight=800), model={"cpu_offload": True})[0].cast == 800 * 4 // 8
+    assert planned(replace(BILLION, largest_weight=800, adapters=1), offload={"trainer": "all"})[0].cast == 0
     assert planned(offload={"engine": ["kv_cache", "weights"]})[0].engine_keeps == 0
     assert planned(model={"cpu_offload": True})[0].awake == 2 * (2**27 + 2**25)
     assert planned(optim={"name": "sgd"})[0].optimizer == 0

@@ -188,6 +188,8 @@ def test_what_a_lever_moves_is_elsewhere() -> None:
     assert on_host.device["visiting state"] == 2 * shard  # this model is one block
     asleep = phases_of(minimal_config(offload={"trainer": "all"}))["rollout"]
     assert "trainer" not in asleep.device and asleep.host["sleeping trainer"] == 3 * shard
+    refit = phases_of(minimal_config(offload={"trainer": "all"}))["refit"]
+    assert refit.device["weight before its cast"] > 0 and "weight before its cast" not in asleep.device
     both = phases_of(minimal_config(offload={"trainer": "all"}, optim={"state_on_host": True}))["rollout"]
     assert both.host["sleeping trainer"] == shard and both.host["optimizer"] == 2 * shard
     offloaded = phases_of(minimal_config(model={"cpu_offload": True}))["forward-backward"]

@@ -19,7 +19,17 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 import spmdrl.tools.model_rows as rows
 import spmdrl.tools.model_scores as scores
 from docs.gen import models_sglang
-from docs.gen.models_reference import IN_TESTS, ON_A_DEVICE, PAGE, RESULTS, SGLANG_RESULTS, page, table, type_of
+from docs.gen.models_reference import (
+    IN_TESTS,
+    ON_A_DEVICE,
+    PAGE,
+    RESULTS,
+    SGLANG_RESULTS,
+    _engines,
+    page,
+    table,
+    type_of,
+)
 from docs.gen.models_sglang import _dtype_of, answers_of
 from spmdrl.dist.session import spmd_session
 from spmdrl.engine.sglang.options import _family_problem
@@ -210,6 +220,15 @@ def test_a_record_of_sglangs_answers_fits_the_page(
     assert f"{ON_A_DEVICE} has answers of another commit, untried; leave NAME out" in capsys.readouterr().err
     monkeypatch.setattr(models_sglang, "names", lambda: ["phi-2"])
     assert [*record()["models"]] == ["phi-2"]
+
+
+def test_the_table_says_what_a_device_has_shown_of_a_type() -> None:
+    """A model with experts is not one without, and an answer in bfloat16 says too little."""
+    asked = {name: ["refused", ""] for name in ("granite-4.0-h-350m", "granite-4.0-h-tiny", "lfm2-350m")}
+    seen = {"granite-4.0-h-350m": ["yes", "2e-06 nats"], "lfm2-350m": ["yes", "1e-01 nats in bfloat16"]}
+    said = {name: _engines(name, asked, seen) for name in asked}
+    assert said == dict.fromkeys(asked, "torch alone") | {"granite-4.0-h-350m": "torch, and SGLang on a GPU"}
+    assert _engines("granite-4.0-h-350m", asked, {"granite-4.0-h-350m": ["no", ""]}) == "torch alone"
 
 
 def test_sglang_is_asked_on_a_device_with_kernels_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

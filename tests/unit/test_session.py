@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 import types
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from spmdrl.dist import session
 from spmdrl.dist.launcher import Network, launch_problems
 from spmdrl.dist.session import _store_of_this_start, listening_store, spmd_session
 from spmdrl.engine.sglang import process
@@ -89,17 +91,42 @@ def test_a_group_with_engines_splits_nothing_that_the_other_ranks_share(monkeypa
 
 
 def test_what_a_session_made_is_freed_before_it_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cycles of modules too. What was there before is kept out of collections meanwhile."""
-    before, freed, left = gc.get_freeze_count(), [], dist.destroy_process_group
+    """Cycles of modules too, and what an earlier session has left. What was there before the first is out of it."""
+    freed, left = [], dist.destroy_process_group
+    monkeypatch.setattr(session, "_SESSIONS", itertools.count())
+    gc.unfreeze()
+
+    def run() -> weakref.ref[torch.nn.Module]:
+        with spmd_session(threads_per_rank=1, deterministic=False):
+            frozen.append(gc.get_freeze_count())
+            made = torch.nn.Linear(1, 1)
+            made.itself = [made]
+            held = weakref.ref(made)
+            del made
+            monkeypatch.setattr(dist, "destroy_process_group", lambda: (freed.append(held() is None), left()))
+            kept = torch.nn.Linear(1, 1)
+            kept.itself = [kept]
+        return weakref.ref(kept)
+
+    frozen: list[int] = []
+    try:
+        of_first = run()
+        assert gc.get_freeze_count() == 0
+        run()
+        gc.collect()
+    finally:
+        gc.freeze()
+    assert freed == [True, True] and of_first() is None
+    assert frozen[0] > 10_000 and frozen[1] == 0
+
+
+def test_a_session_thaws_nothing_that_it_has_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_SESSIONS", itertools.count())
+    gc.freeze()
+    before = gc.get_freeze_count()
     with spmd_session(threads_per_rank=1, deterministic=False):
-        assert gc.get_freeze_count() > before + 10_000
-        model = torch.nn.Linear(1, 1)
-        model.itself = [model]
-        held = weakref.ref(model)
-        del model
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: (freed.append(held() is None), left()))
-    assert freed == [True]
-    assert gc.get_freeze_count() == 0
+        pass
+    assert gc.get_freeze_count() == before
 
 
 TORCHRUN = {

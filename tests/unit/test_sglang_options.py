@@ -527,6 +527,19 @@ def test_windows_that_sglang_computes_otherwise_are_refused_beyond_them() -> Non
     assert not sentences("sglang", 4097, Gemma3TextConfig, sliding_window=512)
 
 
+def test_short_convolutions_are_not_attended_to_by_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang refuses it where the first layer may have no attention. What stands in for FlashAttention 3 is another."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(libraries, "start_problem", lambda _: None)
+    (refused,) = _device_problems(config(tmp_path, "rollout.attention_backend=triton"), Lfm2Config())
+    assert "SGLang does not take it for lfm2" in refused and '"torch_native"' in refused
+    (missing,) = _device_problems(config(tmp_path), Lfm2Config())
+    assert missing.endswith('set it to "torch_native"')
+    assert not list(_device_problems(config(tmp_path, "rollout.attention_backend=torch_native"), Lfm2Config()))
+    assert not list(_device_problems(config(tmp_path, "rollout.attention_backend=triton"), Qwen3Config()))
+
+
 NOT_TRIED = "was not tried with SGLang"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -59,11 +58,3 @@ def test_every_step_is_counted_and_the_model_exported(monkeypatch: pytest.Monkey
     for export in exports.values():
         export.assert_called_once()
     assert not calls.run.watch.write_requeue.called
-
-
-def test_what_is_loaded_is_left_out_of_garbage_collections_until_the_end() -> None:
-    steps, _ = started(asked_to_stop=True, newest=0)
-    with steps.until_stopped():
-        assert gc.get_freeze_count() > 10_000
-        list(steps)
-    assert gc.get_freeze_count() == 0

@@ -207,8 +207,14 @@ def _device_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     capability = torch.cuda.get_device_capability()
     # With true_on_policy the trainer needs the same kernels, and says so itself.
     is_chosen = {"prefill_attention_backend", "decode_attention_backend"} <= cfg.rollout.sglang.keys()
+    instead = "torch_native" if family_of(model_config.get_text_config()).has_short_convs else "triton"
+    if not is_chosen and cfg.rollout.attention_backend == "triton" != instead:
+        yield (
+            f'rollout.attention_backend = "triton": SGLang does not take it for {model_config.model_type}, whose first '
+            f'layer may have no attention; leave it out, or set it to "{instead}"'
+        )
     if not (cfg.true_on_policy or is_chosen) and (
-        problem := libraries.attention_problem(cfg.rollout.attention_backend, capability)
+        problem := libraries.attention_problem(cfg.rollout.attention_backend, capability, instead=instead)
     ):
         yield problem
     if vision_family(model_config) is not None:  # a tower has kernels of its own, which are imported at an image
