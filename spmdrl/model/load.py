@@ -423,7 +423,7 @@ def materialize_shards(policy: PackedModel, device: torch.device, *, buffers: to
             continue
         for module, name in places:
             setattr(module, name, copied)
-        num_freed_bytes += copied.to_local().nbytes
+        num_freed_bytes += getattr(module, name).to_local().nbytes
         if num_freed_bytes > _MAX_FREED_BYTES:  # of memory in pieces into which the next shards do not fit
             return_freed_memory()
             num_freed_bytes = 0
