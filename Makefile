@@ -153,8 +153,11 @@ demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a ti
 
 test: test-unit test-kernels test-processes ## all tests that need no GPU
 
+# Files of few and long tests first, or one of them would run alone at the end.
+UNIT_FIRST := $(patsubst %,tests/unit/test_%.py,evaluation init emulated_cuda malformed supervise rewards sinks)
 test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
-	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile -m "not slow" --ignore-glob='*/test_triton*.py' tests/unit
+	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	  --ignore-glob='*/test_triton*.py' $(UNIT_FIRST) tests/unit
 
 test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/attack

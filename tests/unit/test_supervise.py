@@ -107,12 +107,15 @@ def start(starter_of: Start, run: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 # Launches whose signals are sent to this program must not be this process.
 PROGRAM = """
 from __future__ import annotations
+import signal
 import sys
 from contextlib import nullcontext
 from spmdrl.faults.forked import Forked
 from spmdrl.faults.supervise import Commands, Requests, launch, tell
 
 {definition}
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # so do shells for `make test &`
 with Requests() as requests, {name}("c.toml") as starter:
     sys.exit(tell(launch(starter, requests)))
 """
