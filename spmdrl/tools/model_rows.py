@@ -25,10 +25,11 @@ from spmdrl.dist.mesh import build_meshes
 from spmdrl.dist.session import World, spmd_session
 from spmdrl.engine.protocol import EngineDied, RolloutEngine
 from spmdrl.engine.sglang.engine import SGLangEngine
+from spmdrl.engine.sglang.models import attention_without_packages
 from spmdrl.engine.sglang.options import sglang_options
 from spmdrl.engine.sglang.transport import wanted_transport
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.families import family_of, sglang_window, vision_family
+from spmdrl.families import sglang_window, vision_family
 from spmdrl.model.few_bits import quantization_refusal
 from spmdrl.model.layer_kinds import recurrent_layers
 from spmdrl.model.load import load_model_config, load_policy, weights_of
@@ -302,10 +303,8 @@ def _of_device(config: Any, device_type: str) -> dict[str, Any]:
         arguments["mm_attention_backend"] = "triton_attn"
     if find_spec("flashinfer") is None:  # which models with some layers would tune all the same
         arguments["disable_flashinfer_autotune"] = True
-    # SGLang takes none of Triton's where the first layer may have no attention.
-    attention = "torch_native" if family_of(config).has_short_convs else "triton"
     memory = {"memory_fraction": 0.5, "max_kv_tokens": 2048}
-    return {"attention_backend": attention, "cuda_graphs": False, "sglang": arguments} | memory
+    return {"attention_backend": attention_without_packages(config), "cuda_graphs": False, "sglang": arguments} | memory
 
 
 def _as_precise(sampled: Sequence[Tokens], subject: Subject) -> Found:

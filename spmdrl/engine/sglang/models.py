@@ -17,8 +17,7 @@ from spmdrl.model.few_bits import quantization_of
 from spmdrl.model.fp8 import BLOCK
 from spmdrl.model.layer_kinds import RECURRENT, recurrent_layers
 
-# Models of which some layers have a state instead of keys and values (Qwen3-Next, Granite 4, LFM2), as SGLang wants
-# them.
+# Models of which some layers have a state instead of keys and values, as SGLang wants them (Qwen3-Next, LFM2).
 
 
 _ATTENTION = "full_attention"
@@ -33,6 +32,12 @@ def is_hybrid(model_config: Any) -> bool:
 def has_delta_nets(model_config: Any) -> bool:
     """Return True when some layers of the model are gated delta nets."""
     return is_hybrid(model_config) and hasattr(model_config.get_text_config(), "linear_num_key_heads")
+
+
+def attention_without_packages(model_config: Any) -> str:
+    """Return the attention backend of SGLang that needs no kernels beyond torch and Triton. It takes Triton's for no
+    model whose first layer may have no attention."""
+    return "torch_native" if family_of(model_config.get_text_config()).has_short_convs else "triton"
 
 
 def expert_problems(model_dir: str, model_config: Any) -> Iterator[str]:

@@ -24,6 +24,7 @@ from spmdrl.engine.sglang import process as sglang_process
 from spmdrl.engine.sglang.adapters import adapter_arguments, adapter_problems
 from spmdrl.engine.sglang.fewer_bits import fewer_bits_arguments, fewer_bits_problems
 from spmdrl.engine.sglang.models import (
+    attention_without_packages,
     config_overrides,
     expert_problems,
     hybrid_arguments,
@@ -207,7 +208,7 @@ def _device_problems(cfg: Config, model_config: Any) -> Iterator[str]:
     capability = torch.cuda.get_device_capability()
     # With true_on_policy the trainer needs the same kernels, and says so itself.
     is_chosen = {"prefill_attention_backend", "decode_attention_backend"} <= cfg.rollout.sglang.keys()
-    instead = "torch_native" if family_of(model_config.get_text_config()).has_short_convs else "triton"
+    instead = attention_without_packages(model_config)
     if not is_chosen and cfg.rollout.attention_backend == "triton" != instead:
         yield (
             f'rollout.attention_backend = "triton": SGLang does not take it for {model_config.model_type}, whose first '
