@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -107,7 +109,7 @@ def parameter_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tup
 
 def critic_shapes(model_config: Any, cfg: ModelConfig) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
     """Return what `parameter_shapes` returns, for a critic and without its value head."""
-    model = model_without_memory(model_config, cfg)
+    model = copy.deepcopy(model_without_memory(model_config, cfg))
     drop_head(model)
     return _shapes(model)
 
@@ -144,10 +146,32 @@ def frozen_names(model_config: Any, cfg: ModelConfig) -> frozenset[str]:
 
 
 def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model on the meta device with tied weights, from transformers' code or the directory's own."""
+    """Return the model on the meta device with tied weights, from transformers' code or the directory's own.
+
+    All who ask about equal configs share it, so nobody may change it.
+    """
+    text = model_config.to_json_string(use_diff=False)
+    return _built(
+        _Architecture(type(model_config), text, model_config.name_or_path, cfg.trust_remote_code, model_config)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """All that a model without memory depends on."""
+
+    config_type: type
+    config_text: str
+    directory: str
+    trust_remote_code: bool
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4)  # the policy and its teachers
+def _built(architecture: _Architecture) -> PreTrainedModel:
     with torch.device("meta"):
-        model: PreTrainedModel = model_class(model_config).from_config(
-            copy.deepcopy(model_config), trust_remote_code=cfg.trust_remote_code
+        model: PreTrainedModel = model_class(architecture.config).from_config(
+            copy.deepcopy(architecture.config), trust_remote_code=architecture.trust_remote_code
         )
     model.tie_weights()
     return model

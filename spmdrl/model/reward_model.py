@@ -27,7 +27,7 @@ HEAD = "score.weight"  # [1, D]
 
 def reward_model_problems(model_config: Any, cfg: ModelConfig) -> Iterator[str]:
     """Yield a sentence when transformers could not load the model with a head of one label; takes no memory."""
-    model = model_without_memory(model_config, cfg)
+    model = copy.deepcopy(model_without_memory(model_config, cfg))
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_config.model_type)
     ours = {*_with_head(model).state_dict()}
     theirs: set[str] = set()

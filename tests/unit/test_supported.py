@@ -35,16 +35,43 @@ from transformers import (
     Zamba2Config,
 )
 
+from spmdrl.config import ParallelConfig
+from spmdrl.config.model import LoraConfig
 from spmdrl.engine.torch.engine import TorchEngine
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
-from spmdrl.model.load import load_model_config, weights_of
+from spmdrl.model.exact.invariant import machine_problems, model_problems
+from spmdrl.model.load import (
+    critic_shapes,
+    frozen_names,
+    load_model_config,
+    model_without_memory,
+    parallel_model_problems,
+    parameter_shapes,
+    weights_of,
+)
+from spmdrl.model.lora.policy import adapter_problems, adapter_sizes, quantized_bytes
+from spmdrl.model.param_groups import freeze_problems, rate_problems
+from spmdrl.model.reward_model import reward_model_problems
+from spmdrl.model.routes import balance_refusal, routes_refusal
+from spmdrl.model.supported import refusal_of_model
 from spmdrl.model.trunk import model_class
+from spmdrl.model.weight_files import missing_weight_problems
 from spmdrl.refit.refit import load_whole
 from spmdrl.tools.text_model import main as save_text_model
 from spmdrl.tools.tiny_model import character_tokenizer
 from spmdrl.types import Request, UserError
 from tests.helpers.configs import model_config
-from tests.helpers.models import GATED_DELTA_NET, SIZES, SLIDING, config_of, save_gemma3, save_gpt_oss
+from tests.helpers.models import (
+    GATED_DELTA_NET,
+    SIZES,
+    SLIDING,
+    config_of,
+    save_gemma3,
+    save_gpt_oss,
+    save_qwen3,
+    save_qwen3_moe,
+)
+from tests.helpers.vision_models import save_qwen3_5_vl
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -167,3 +194,39 @@ def test_the_text_model_of_a_larger_one_says_the_same(tmp_path: Path, config: Ca
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(text(ids).logits, whole.eval()(ids).logits, rtol=0, atol=1e-6)
     assert save_text_model([str(tmp_path / "text"), str(tmp_path / "again")]) == 2
+
+
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen3_moe, save_qwen3_5_vl])
+def test_what_is_asked_about_a_model_without_memory_leaves_it_as_it_was(
+    tmp_path: Path, save: Callable[[Path], str]
+) -> None:
+    """It is built once for equal configs, so that nobody may change it."""
+    path = save(tmp_path)
+    cfg = model_config(path)
+    config, again, lora = load_model_config(cfg), load_model_config(cfg), LoraConfig()
+    model = model_without_memory(config, cfg)
+
+    def state() -> tuple[str, Any, dict[str, Any]]:
+        parameters = {name: (one.shape, one.requires_grad) for name, one in model.named_parameters()}
+        return str(model), model.config.to_dict(), parameters
+
+    before = state()
+    shapes = parameter_shapes(config, cfg)[0]
+    assert critic_shapes(config, cfg)[0].keys() <= shapes.keys() and not [
+        *parallel_model_problems(config, cfg, ParallelConfig())
+    ]
+    assert not [*missing_weight_problems(path, model, shapes)]
+    asked = (
+        adapter_problems(config, cfg, lora),
+        reward_model_problems(config, cfg),
+        freeze_problems(model, cfg.freeze),
+        rate_problems(model, ["*"], cfg.freeze),
+        () if [*model_problems(config)] else machine_problems(model, torch.float32),
+        (balance_refusal(model), routes_refusal(model), refusal_of_model(model, "sdpa")),
+        (frozen_names(config, cfg), adapter_sizes(config, cfg, lora), quantized_bytes(config, cfg, "8bit")),
+    )
+    for sentences in asked:
+        list(sentences)
+    assert model_without_memory(again, cfg) is model and state() == before
+    again.get_text_config().num_hidden_layers = 1
+    assert model_without_memory(again, cfg) is not model
