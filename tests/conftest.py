@@ -16,6 +16,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: what they and libraries make when they are imported is no garbage
 if not torch.cuda.is_available():
     # Triton asks when it is imported, which torch does where it is installed. Its interpreter stands in for a device.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -33,3 +34,4 @@ def pytest_collection_finish() -> None:
     """Keep what was imported out of every later garbage collection, which full ones spend most of their time on."""
     gc.collect()
     gc.freeze()
+    gc.enable()

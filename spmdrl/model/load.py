@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging as transformers_logging
 
 from spmdrl.config import ModelConfig, ParallelConfig
 from spmdrl.config.model import FrozenModelConfig, QuantizedBase
@@ -52,7 +52,7 @@ from spmdrl.model.sharding import checkpoint_layers, decoder_layers, prefetch_la
 from spmdrl.model.split import has_experts, split_problems
 from spmdrl.model.supported import refusal_of_config, refusal_of_model
 from spmdrl.model.trunk import attention_of, model_class
-from spmdrl.model.weight_files import lacking, stored_weights
+from spmdrl.model.weight_files import lacking, quiet_transformers, stored_weights
 from spmdrl.types import UserError
 
 ModelT = TypeVar("ModelT", bound=PackedModel)
@@ -332,16 +332,6 @@ def load_packed(
     return policy
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
 def load_plain(cfg: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the directory's model as transformers has it, whole and on the host. Raises UserError like `load_policy`."""
     model, problems = _from_pretrained(cfg, {}, dtype=dtype)
@@ -366,7 +356,7 @@ def _from_pretrained(
     hooked: Any = type(model_class.__name__, (model_class,), own)
     hooked.__module__ = model_class.__module__
     try:
-        with _without_warnings():  # a table of what is missing or unused, of which the caller says what matters
+        with quiet_transformers(logging.ERROR):
             return hooked.from_pretrained(
                 cfg.path,
                 config=config,

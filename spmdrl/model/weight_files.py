@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -191,21 +193,36 @@ def missing_weight_problems(
 def _loaded(model: PreTrainedModel, empty: dict[str, torch.Tensor]) -> tuple[set[str] | None, set[str]]:
     """Return the parameters that such tensors do not make, and those of them of which none is made; None and none where
     they cannot be made without values."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it would print a table of what is missing
     try:
-        _, found = type(model).from_pretrained(
-            None,
-            config=copy.deepcopy(model.config),
-            state_dict=empty,
-            device_map={"": "meta"},
-            output_loading_info=True,
-        )
-        return {*found["missing_keys"]}, {*found["unexpected_keys"]}
+        with quiet_transformers(logging.CRITICAL):
+            _, found = type(model).from_pretrained(
+                None,
+                config=copy.deepcopy(model.config),
+                state_dict=empty,
+                device_map={"": "meta"},
+                output_loading_info=True,
+            )
     except Exception:
         return None, set()
+    return {*found["missing_keys"]}, {*found["unexpected_keys"]}
+
+
+@contextmanager
+def quiet_transformers(level: int) -> Iterator[None]:
+    """Let transformers log nothing below `level`, such as a table of what is missing or unused: who loads a model says
+    what of it matters.
+
+    Its handlers are told so, because a new level of its loggers clears what each of a process's loggers remembers.
+    """
+    transformers_logging.get_verbosity()  # makes its handlers where there are none yet
+    handlers = [(one, one.level) for one in logging.getLogger("transformers").handlers]
+    for handler, _ in handlers:
+        handler.setLevel(level)
+    try:
+        yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for handler, own in handlers:
+            handler.setLevel(own)
 
 
 def lacking(path: str, missing: Sequence[str]) -> str:

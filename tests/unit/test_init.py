@@ -221,12 +221,12 @@ def test_one_line_writes_a_configuration_and_starts_it(
     model: Path, sums: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun = ["spmdrl.train", str(model), "sums.jsonl"]
-    line = [*begun, "--reward", "exact", "--dry-run", "run.num_steps=2"]
+    line = [*begun, "--reward", "exact", "--no-verdict", "--dry-run", "run.num_steps=2"]
     assert local.main(line) == 0
     assert "wrote model-sums.toml" in (said := capsys.readouterr().out) and "num_steps = 2" in said
     first = Path("model-sums.toml").read_bytes()
     assert first.startswith(
-        f"# spmdrl train --model={model} --data=sums.jsonl --reward=exact --name=model-sums".encode()
+        f"# spmdrl train --model={model} --data=sums.jsonl --reward=exact --no-verdict --name=model-sums".encode()
     )
     assert written("model-sums.toml")["run"]["num_steps"] == 200  # a setting of the command line is that start's alone
     assert local.main(line) == 0 and Path("model-sums.toml").read_bytes() == first

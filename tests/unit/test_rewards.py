@@ -422,46 +422,29 @@ def test_closing_does_not_wait_and_leaves_nothing(function: Callable[..., Functi
     pool.close()
 
 
-@pytest.mark.parametrize("mode", ["off", "auto"])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
-def test_what_a_reward_has_detached_dies_with_a_killed_trainer(
-    function: Callable[..., FunctionReward], mode: str
+def test_workers_and_what_a_reward_has_detached_die_with_a_killed_trainer(
+    function: Callable[..., FunctionReward],
 ) -> None:
+    """In a sandbox and without one, and while they are busy."""
     program = f"""
+import time
 from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
 from spmdrl.rewards.worker import RewardItem
 from spmdrl.rewards.client import RewardPool
 term = FunctionReward(kind="function", function={function("misbehave").function!r})
-pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode={mode!r})))
-metadata = {{"seconds": "600.8", "detached": True}}
-pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metadata, task="")).result()
+for mode in ("off", "auto"):
+    pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode=mode)))
+    metadata = {{"seconds": "600.8", "detached": True}}
+    pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metadata, task=""))
+    pool.submit(RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task=""))
+    globals()[mode] = pool
+time.sleep(60)
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], env=os.environ | python_path())
-    assert wait_for(lambda: bool(running("sleep", "600.8")), limit_s=60)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    assert wait_for(lambda: not running("sleep", "600.8"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_workers_die_with_a_killed_trainer(function: Callable[..., FunctionReward], mode: str) -> None:
-    program = f"""
-from spmdrl.config import FunctionReward, RewardConfig, SandboxConfig
-from spmdrl.rewards.worker import RewardItem
-from spmdrl.rewards.client import RewardPool
-from spmdrl.rewards.worker import PROGRAM
-term = FunctionReward(kind="function", function={function("misbehave").function!r})
-pool = RewardPool(RewardConfig(terms=(term,), sandbox=SandboxConfig(mode={mode!r})))
-print("started", flush=True)
-pool.submit(RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task="")).result()
-"""
-    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | python_path())
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline()
-    assert running(PROGRAM, str(trainer.pid))
+    assert wait_for(lambda: len(running("sleep", "600.8")) == 2, limit_s=60)
+    assert len(running(PROGRAM, str(trainer.pid))) >= 2
     time.sleep(0.3)  # so that they are busy
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    trainer.stdout.close()
-    assert wait_for(lambda: not running(PROGRAM, str(trainer.pid)))
+    assert wait_for(lambda: not running("sleep", "600.8") and not running(PROGRAM, str(trainer.pid)))
