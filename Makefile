@@ -155,7 +155,7 @@ test: test-unit test-kernels test-processes ## all tests that need no GPU
 
 # Files of few and long tests first, or one of them would run alone at the end. Each is named, because pytest 8.0 leaves out
 # the rest of a folder that is named after one of its files.
-UNIT_FIRST := $(patsubst %,tests/unit/test_%.py,evaluation init emulated_cuda malformed supervise rewards sinks)
+UNIT_FIRST := $(patsubst %,tests/unit/test_%.py,init emulated_cuda malformed supervise rewards sinks)
 UNIT_REST := $(filter-out tests/unit/test_triton% $(UNIT_FIRST),$(sort $(wildcard tests/unit/test_*.py)))
 test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
 	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from spmdrl.preflight.settings import require_settings
+from spmdrl.preflight.settings import before_imports
 
 if __name__ == "__main__":  # a mistake need not wait for the imports below
-    require_settings("spmdrl.sft")
+    before_imports("spmdrl.sft")
 
 from spmdrl import checkpoint
 from spmdrl.config import SftConfig

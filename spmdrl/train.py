@@ -24,10 +24,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from spmdrl.preflight.settings import require_settings
+from spmdrl.preflight.settings import before_imports
 
 if __name__ == "__main__":  # a mistake need not wait for the imports below
-    require_settings("spmdrl.train")
+    before_imports("spmdrl.train")
 
 from spmdrl import checkpoint
 from spmdrl.algo.metrics import merge_all

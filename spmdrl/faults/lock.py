@@ -65,12 +65,11 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
     """
     launches = folder / FOLDER
     launches.mkdir(parents=True, exist_ok=True)
-    instead = instead or f"stop it (touch {folder}/stop), or set run.name to a new name"
     number = _newest(launches)
     while True:
         before, path = (launches / f"{one}.json" for one in (number, number + 1))
         if number and (problem := _in_use(before, renew_s)):
-            raise FolderInUse(f"the run folder {folder} is in use by {problem}; wait for it, {instead}")
+            raise _refusal(folder, problem, instead)
         try:
             file = path.open("x", encoding="utf-8")
             break
@@ -92,6 +91,17 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
             renewal.join()
             with contextlib.suppress(OSError):
                 dataclasses.replace(owner, ended=_now()).write(file)
+
+
+def require_unowned(folder: Path) -> None:
+    """Raise the FolderInUse of `owned`, before anything has been done to own it."""
+    if problem := owner_of(folder):
+        raise _refusal(folder, problem)
+
+
+def _refusal(folder: Path, problem: str, instead: str = "") -> FolderInUse:
+    instead = instead or f"stop it (touch {folder}/stop), or set run.name to a new name"
+    return FolderInUse(f"the run folder {folder} is in use by {problem}; wait for it, {instead}")
 
 
 def owner_of(folder: Path) -> str:

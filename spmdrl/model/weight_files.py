@@ -212,7 +212,7 @@ def quiet_transformers(level: int) -> Iterator[None]:
     """Let transformers log nothing below `level`, such as a table of what is missing or unused: who loads a model says
     what of it matters.
 
-    Its handlers are told so, because a new level of its loggers clears what each of a process's loggers remembers.
+    Its handlers get the level, because a new one of its loggers clears what each of a process's loggers remembers.
     """
     transformers_logging.get_verbosity()  # makes its handlers where there are none yet
     handlers = [(one, one.level) for one in logging.getLogger("transformers").handlers]

@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from spmdrl.config import Config, PreferencesConfig, SftConfig, TuningConfig, read_draft
 from spmdrl.config.plan import plan_problems
@@ -36,11 +37,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def require_settings(module: str, argv: Sequence[str] | None = None) -> None:
+def before_imports(module: str) -> None:
+    """Check the settings on a rank's command line, and prepare for the seconds that its imports take.
+
+    Python collects no garbage until `run_from_command_line`: they make none, and would take a fifth longer.
+    """
+    require_settings(module)
+    gc.disable()
+
+
+def require_settings(module: str, argv: Sequence[str] | None = None) -> Path:
     """Read the settings of a program of ranks, and end the process where some are wrong, with exit code 2.
 
-    `--ranks` checks the counts that follow from them too. What settings name, such as models, is checked later. Python
-    collects no garbage until `run_from_command_line`: the imports between the two make none, and would take longer.
+    `--ranks` checks the counts that follow from them too. What settings name, such as models, is checked later. Returns
+    the folder of the run.
     """
     arguments = parse(argv)
     try:
@@ -52,4 +62,4 @@ def require_settings(module: str, argv: Sequence[str] | None = None) -> None:
         make_stdio_lenient()
         print_once_per_node(list_problems("cannot start", str(error)))
         sys.exit(EXIT_USER_ERROR)
-    gc.disable()
+    return Path(draft.config.run.dir, draft.config.run.name)

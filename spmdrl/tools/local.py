@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spmdrl.faults.forked import Forked
+from spmdrl.faults.lock import FolderInUse, require_unowned
 from spmdrl.faults.supervise import Commands, Requests, Starter, count_gpus, dry_run, launch, tell
 from spmdrl.faults.text import Parser, say
 from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems
@@ -47,8 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [arguments.config, *arguments.override]
         from spmdrl.preflight.settings import require_settings  # only here: --help need not wait for pydantic
 
-        require_settings(arguments.module, dry_run(given, num_ranks))
+        folder = require_settings(arguments.module, dry_run(given, num_ranks))
         if not arguments.dry_run:
+            try:
+                require_unowned(folder)
+            except FolderInUse as error:
+                say(list_problems("cannot start", str(error)), sys.stderr)
+                return EXIT_USER_ERROR
             with starter_of(arguments.module, given, num_ranks=num_ranks, num_gpus=num_gpus) as starter:
                 return tell(launch(starter, requests))
     try:

@@ -8,6 +8,7 @@ import tomllib
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import tomlkit
 import torch
@@ -21,10 +22,12 @@ from spmdrl.faults.verdict import read_error
 from spmdrl.report.files import read_rows
 from spmdrl.rollout.files import read_parts
 from spmdrl.tools import rescore
+from spmdrl.tools.evaluate import main as evaluate
 from spmdrl.tools.export import export_checkpoint
 from spmdrl.tools.export import main as export
+from spmdrl.train import main as train
 from tests.helpers.cuts import cut, entering, nowhere
-from tests.helpers.exports import evaluate_export
+from tests.helpers.exports import cached_gsm8k, evaluate_export
 from tests.helpers.judges import FAILURES, judge_server
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import (
@@ -35,6 +38,7 @@ from tests.helpers.small_run import (
     steady_rows,
     sums_from_files,
     torchrun,
+    without_curves,
     write_small_run,
 )
 
@@ -427,3 +431,58 @@ def test_saved_rollouts_have_their_rewards_again_and_another_reward_differs_wher
     assert "32 rollouts of steps 4 to 4" in said and "apart only before" in said and said.count("response: ") == 1
     assert rescore.main([str(whole), "--step", "1"]) == 2 and "holds no rollouts of step 1" in capfd.readouterr().err
     assert rescore.main([str(whole), "run.seed=4"]) == 2 and "is another one now" in capfd.readouterr().err
+
+
+def _train_with(cache: str, argv: list[str]) -> int:
+    huggingface_hub.constants.HF_HUB_CACHE = cache
+    return without_curves(train, argv)
+
+
+def test_a_set_within_a_run_is_that_of_the_exported_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With rewards of the run that are others, and sampled: the same metrics, to the last response."""
+    monkeypatch.chdir(tmp_path)
+    items = [{"question": f"{n} + 1 =", "answer": f"#### {n % 10}"} for n in range(20)]
+    snapshot = cached_gsm8k(tmp_path, monkeypatch, test=[*items, items[3]])
+    sampling = {"temperature": 1.0, "samples_per_prompt": 4, "max_response_tokens": 2}
+    both = ["gsm8k", "reasoning_gym/chain_sum"]
+    sets = {"sources": [{"kind": "set", "name": name} for name in both], "num_prompts": None, "success_at": 5.0}
+    write_small_run(
+        tmp_path,
+        model={"num_layers": 1, "hidden_size": 32},
+        run={"num_steps": 2},
+        data={"max_prompt_tokens": 200},
+        eval=sets | sampling,
+        debug=None,
+    )
+    for names in (both, both[:1]):
+        sources = json.dumps([{"kind": "set", "name": name} for name in names]).replace('":', '" =')
+        run = tmp_path / f"runs/of-{len(names)}"
+        argv = [f"{tmp_path}/c.toml", f"run.name={run.name}", f"eval.sources={sources}"]
+        assert run_ranks(2, _train_with, str(tmp_path / "cache"), argv) == [0, 0]
+        last = {name: value for name, value in rows(run)[-1].items() if name.startswith("eval/")}
+        capsys.readouterr()
+        assert evaluate_export(run) == pytest.approx(last, abs=1e-9), "config.toml names the same sets"
+    assert 0 < last["eval/accuracy"] < 1 and last["eval/accuracy_gsm8k"] == last["eval/accuracy"]
+    kept = tomllib.loads((run / "config.toml").read_text())["eval"]
+    assert (kept["num_prompts"], kept["sources"][0]["path"]) == (20, f"{snapshot}/test-00000-of-00001.parquet")
+    given = [f"eval.{name}={value}" for name, value in sampling.items()]
+    assert evaluate([str(run), "--set", "gsm8k", "run.seed=3", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    del found["set"], found["eval/seen_in_training_count"]
+    assert found == pytest.approx(last, abs=1e-9)
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in items[:3]))
+    of_file = []
+    for model in (str(run), f"{run}/hf"):
+        assert evaluate([model, "--data", "own.jsonl", "--reward", "exact", "rollout.max_response_tokens=2"]) == 0
+        of_file.append(json.loads(capsys.readouterr().out))
+    assert of_file[0].pop("eval/seen_in_training_count") == 0 and of_file[0] == of_file[1], "a run is its model"
+    for wrong, said in {
+        'eval.sources=[{kind="set",name="maths500"}]': "is no evaluation set; did you mean math500? there are gsm8k, ",
+        'eval.sources=[{kind="set",name="math500"}]': 'eval.sources.0.name = "math500": it is not in the cache; set '
+        "run.download = true to fetch it once",
+        'eval.sources=[{kind="jsonl",path="none.jsonl"}]': "num_prompts is not set, and only sources of kind",
+    }.items():
+        assert train([f"{tmp_path}/c.toml", "--dry-run", wrong]) == 2
+        assert said in capsys.readouterr().err

@@ -36,10 +36,12 @@ class OtherProcess:
         self._parcels: list[tuple[str, Handle]] = []
         self._next_version = -1
         self._is_loading = False
-        # Beside a rank, the server that ranks are forked from has imported everything.
-        context = multiprocessing.get_context("forkserver" if device.type == "cpu" else "spawn")
+        # A fork has imported everything, and has the other end of the pipe, too.
+        is_fork = device.type == "cpu"
+        context = multiprocessing.get_context("fork" if is_fork else "spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(device)), daemon=True)
+        ends = (theirs, self._connection if is_fork else None)
+        self._process = context.Process(target=_serve, args=(*ends, str(device)), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -134,7 +136,9 @@ class _Weights(nn.Module):
         ]
 
 
-def _serve(connection: Connection, device: str) -> None:
+def _serve(connection: Connection, others: Connection | None, device: str) -> None:
+    if others is not None:
+        others.close()
     torch.set_num_threads(1)
     weights = _Weights(torch.device(device))
     if weights.device.type == "cuda":

@@ -24,6 +24,7 @@ MODULES = (
     "tests.helpers.models",
     "torch.utils.serialization.config",
 )
+gc.disable()  # what is imported is no garbage
 # Of a process that has begun CUDA, none that is forked can use it. torch begins it to count devices unless it may ask
 # NVML; bitsandbytes, which peft imports where it is installed, begins it always.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -38,3 +39,4 @@ import_module("transformers.conversion_mapping").get_checkpoint_conversion_mappi
 # What is here now stays; a rank that collects garbage, as every session does at its end, need not look at it again.
 gc.collect()
 gc.freeze()
+gc.enable()

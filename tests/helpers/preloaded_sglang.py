@@ -8,9 +8,11 @@ from importlib import import_module
 import tests.helpers.preloaded  # noqa: F401
 from spmdrl.engine.sglang.process import import_sglang
 
+gc.disable()
 import_sglang()
 import_module("spmdrl.engine.sglang.engine")
 import_module("spmdrl.engine.sglang.scheduler")  # which needs what `import_sglang` has set up
 
 gc.collect()
 gc.freeze()
+gc.enable()

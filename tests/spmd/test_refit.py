@@ -124,10 +124,10 @@ def test_one_flipped_bit_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
 
 def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
     """Refit another process through shared memory; what differs there, and files that refits after the first left."""
+    engine = OtherProcess(torch.device("cpu"), transport="shared_memory")  # before the session has threads
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
-        engine = OtherProcess(world.device, transport="shared_memory")
         refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify=num_refits), dtype=torch.float32)
         refit(version=0)
         before = len(os.listdir("/dev/shm"))

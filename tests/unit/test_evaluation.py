@@ -6,25 +6,18 @@ import itertools
 import json
 import math
 import random
-import tomllib
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import huggingface_hub
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from spmdrl.algo.evaluation import interval_of_share, overlapping, paired_difference, pass_at_k, reported_ks, t_quantile
 from spmdrl.algo.metrics import ShareBound
 from spmdrl.tools.evaluate import main
 from spmdrl.tools.tiny_model import save_tiny_model
-from spmdrl.train import main as train
-from tests.helpers.exports import evaluate_export
-from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import rows as metric_rows
-from tests.helpers.small_run import without_curves, write_config, write_sft_config, write_small_run
+from tests.helpers.exports import cached_gsm8k
+from tests.helpers.small_run import write_config, write_sft_config
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response() -> None:
@@ -136,81 +129,13 @@ def test_an_item_of_training_is_seen_whatever_is_around_it() -> None:
     assert overlapping(questions, []) == set()
 
 
-def _cached_gsm8k(folder: Path, monkeypatch: pytest.MonkeyPatch, **splits: list[dict[str, str]]) -> Path:
-    """Write these splits where huggingface_hub looks for GSM8K; return their folder."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "cache"))
-    cached = folder / "cache/datasets--openai--gsm8k"
-    snapshot = cached / "snapshots" / ("a" * 40) / "main"
-    snapshot.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("a" * 40)
-    for split, part in splits.items():
-        parquet.write_table(pyarrow.Table.from_pylist(part), snapshot / f"{split}-00000-of-00001.parquet")
-    return snapshot
-
-
-def _train_with(cache: str, argv: list[str]) -> int:
-    huggingface_hub.constants.HF_HUB_CACHE = cache
-    return without_curves(train, argv)
-
-
-def test_a_set_within_a_run_is_that_of_the_exported_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With rewards of the run that are others, and sampled: the same metrics, to the last response."""
-    monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{n} + 1 =", "answer": f"#### {n % 10}"} for n in range(20)]
-    snapshot = _cached_gsm8k(tmp_path, monkeypatch, test=[*rows, rows[3]])
-    sampling = {"temperature": 1.0, "samples_per_prompt": 4, "max_response_tokens": 2}
-    both = ["gsm8k", "reasoning_gym/chain_sum"]
-    sets = {"sources": [{"kind": "set", "name": name} for name in both], "num_prompts": None, "success_at": 5.0}
-    write_small_run(
-        tmp_path,
-        model={"num_layers": 1, "hidden_size": 32},
-        run={"num_steps": 2},
-        data={"max_prompt_tokens": 200},
-        eval=sets | sampling,
-        debug=None,
-    )
-    for names in (both, both[:1]):
-        sources = json.dumps([{"kind": "set", "name": name} for name in names]).replace('":', '" =')
-        run = tmp_path / f"runs/of-{len(names)}"
-        argv = [f"{tmp_path}/c.toml", f"run.name={run.name}", f"eval.sources={sources}"]
-        assert run_ranks(2, _train_with, str(tmp_path / "cache"), argv) == [0, 0]
-        last = {name: value for name, value in metric_rows(run)[-1].items() if name.startswith("eval/")}
-        capsys.readouterr()
-        assert evaluate_export(run) == pytest.approx(last, abs=1e-9), "config.toml names the same sets"
-    assert 0 < last["eval/accuracy"] < 1 and last["eval/accuracy_gsm8k"] == last["eval/accuracy"]
-    kept = tomllib.loads((run / "config.toml").read_text())["eval"]
-    assert (kept["num_prompts"], kept["sources"][0]["path"]) == (20, f"{snapshot}/test-00000-of-00001.parquet")
-    given = [f"eval.{name}={value}" for name, value in sampling.items()]
-    assert main([str(run), "--set", "gsm8k", "run.seed=3", *given]) == 0
-    found = json.loads(capsys.readouterr().out)
-    del found["set"], found["eval/seen_in_training_count"]
-    assert found == pytest.approx(last, abs=1e-9)
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    of_file = []
-    for model in (str(run), f"{run}/hf"):
-        assert main([model, "--data", "own.jsonl", "--reward", "exact", "rollout.max_response_tokens=2"]) == 0
-        of_file.append(json.loads(capsys.readouterr().out))
-    assert of_file[0].pop("eval/seen_in_training_count") == 0 and of_file[0] == of_file[1], "a run is its model"
-    for wrong, said in {
-        'eval.sources=[{kind="set",name="maths500"}]': "is no evaluation set; did you mean math500? there are gsm8k, ",
-        'eval.sources=[{kind="set",name="math500"}]': 'eval.sources.0.name = "math500": it is not in the cache; set '
-        "run.download = true to fetch it once",
-        'eval.sources=[{kind="jsonl",path="none.jsonl"}]': "num_prompts is not set, and only sources of kind",
-    }.items():
-        assert train([f"{tmp_path}/c.toml", "--dry-run", wrong]) == 2
-        assert said in capsys.readouterr().err
-
-
 def test_sets_have_names_in_the_cache_and_count_what_training_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
     rows = [{"question": f"How much is {n} + 1?", "answer": f"It is {n} + 1.\n#### {n + 1}"} for n in range(6)]
-    snapshot = _cached_gsm8k(tmp_path, monkeypatch, test=rows, train=rows[:2])
+    snapshot = cached_gsm8k(tmp_path, monkeypatch, test=rows, train=rows[:2])
     short = ["rollout.max_response_tokens=4", "data.max_prompt_tokens=200"]
     run = write_config(
         tmp_path,
