@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import os
 import shlex
@@ -165,7 +166,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def program_of(module: str) -> Callable[[Sequence[str]], int]:
     """Import a program of ranks, which takes seconds, and return its `main`."""
-    program: Callable[[Sequence[str]], int] = importlib.import_module(module).main
+    gc.disable()  # see `before_imports`
+    try:
+        program: Callable[[Sequence[str]], int] = importlib.import_module(module).main
+    finally:
+        gc.enable()
     return program
 
 

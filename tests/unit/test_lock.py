@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.faults import lock
-from spmdrl.faults.lock import FolderInUse, owned
+from spmdrl.faults.lock import FolderInUse, owned, require_unowned
 
 RENEW_S = 0.05
 
@@ -69,6 +69,18 @@ def test_an_owner_on_another_host_is_alive_while_it_renews(tmp_path: Path, is_al
             over.set()
             if is_alive:
                 renewal.join()
+
+
+def test_a_launch_can_ask_before_it_owns_and_changes_nothing(tmp_path: Path) -> None:
+    require_unowned(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with owned(tmp_path):
+        with pytest.raises(FolderInUse) as asked:
+            require_unowned(tmp_path)
+        with pytest.raises(FolderInUse) as tried, owned(tmp_path):
+            pass
+        assert str(asked.value) == str(tried.value) and [*(tmp_path / "launches").iterdir()] == [first_launch(tmp_path)]
+    require_unowned(tmp_path)
 
 
 def test_without_locks_a_process_of_this_host_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

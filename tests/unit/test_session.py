@@ -129,6 +129,15 @@ def test_a_session_thaws_nothing_that_it_has_not_frozen(monkeypatch: pytest.Monk
     assert gc.get_freeze_count() > before - 100, "less the few that nobody has named since"
 
 
+def test_a_program_collects_garbage_once_its_imports_are_over(capsys: pytest.CaptureFixture[str]) -> None:
+    gc.disable()  # as `before_imports` does
+    try:
+        assert main(["none.toml"]) == 2 and gc.isenabled()
+    finally:
+        gc.enable()
+    assert "none.toml" in capsys.readouterr().err
+
+
 TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "2",
