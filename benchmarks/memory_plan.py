@@ -8,6 +8,7 @@ of a shape share a process. More ranks than 1 are one process with torch's fake 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import itertools
@@ -156,7 +157,7 @@ def trained(config: Any, cfg: Any, ranks: int) -> tuple[Any, Any]:
     everyone = mesh.init_device_mesh("cuda", (ranks,), mesh_dim_names=("world",))
     _, meshes = mesh._training_meshes("cuda", torch.arange(ranks), 0, cfg.parallel)
     offloads = cfg.model.cpu_offload
-    model = model_without_memory(config, cfg.model)
+    model = copy.deepcopy(model_without_memory(config, cfg.model))
     model.set_attn_implementation(attention_of(config))
     model.to(torch.bfloat16 if cfg.lora else torch.float32)
     kernel = fastest_varlen(model)

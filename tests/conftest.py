@@ -30,6 +30,12 @@ def _cache_of_our_own() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Collect garbage in the process that deals the tests out, and finds none itself."""
+    gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what was imported out of every later garbage collection, which full ones spend most of their time on."""
     gc.collect()

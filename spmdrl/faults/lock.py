@@ -94,8 +94,8 @@ def owned(folder: Path, *, instead: str = "", renew_s: float = RENEW_S) -> Itera
 
 
 def require_unowned(folder: Path) -> None:
-    """Raise the FolderInUse of `owned`, before anything has been done to own it."""
-    if problem := owner_of(folder):
+    """Raise the FolderInUse of `owned` before anything has been done to own it, for what shows without waiting."""
+    if problem := owner_of(folder, renew_s=0.0):
         raise _refusal(folder, problem)
 
 
@@ -104,14 +104,14 @@ def _refusal(folder: Path, problem: str, instead: str = "") -> FolderInUse:
     return FolderInUse(f"the run folder {folder} is in use by {problem}; wait for it, {instead}")
 
 
-def owner_of(folder: Path) -> str:
+def owner_of(folder: Path, *, renew_s: float = RENEW_S) -> str:
     """Return the name of the launch that owns a run's folder, nothing where none does; changes nothing.
 
     An owner on another host that has not reported its end is waited for, up to `MISSED` renewals.
     """
-    number = _newest(folder / FOLDER)
     try:
-        return _in_use(folder / FOLDER / f"{number}.json", RENEW_S) if number else ""
+        number = _newest(folder / FOLDER)
+        return _in_use(folder / FOLDER / f"{number}.json", renew_s) if number else ""
     except OSError:
         return ""
 

@@ -215,12 +215,15 @@ def quiet_transformers(level: int) -> Iterator[None]:
     Its handlers get the level, because a new one of its loggers clears what each of a process's loggers remembers.
     """
     transformers_logging.get_verbosity()  # makes its handlers where there are none yet
-    handlers = [(one, one.level) for one in logging.getLogger("transformers").handlers]
-    for handler, _ in handlers:
-        handler.setLevel(level)
+    logger = logging.getLogger("transformers")
+    handlers, propagates = [(one, one.level) for one in logger.handlers], logger.propagate
+    logger.propagate = False
+    for handler, own in handlers:
+        handler.setLevel(max(level, own))
     try:
         yield
     finally:
+        logger.propagate = propagates
         for handler, own in handlers:
             handler.setLevel(own)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import os
@@ -50,7 +49,6 @@ def run_from_command_line(
     Returns the process's exit code: see `docs/faults.md`.
     """
     gc.enable()
-    atexit.register(gc.freeze)  # or Python would look through all that was imported once more before it ends
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which torchrun's agent has started
         die_with_parent()
     arguments = parse(argv)

@@ -71,7 +71,8 @@ def test_an_owner_on_another_host_is_alive_while_it_renews(tmp_path: Path, is_al
                 renewal.join()
 
 
-def test_a_launch_can_ask_before_it_owns_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_launch_can_ask_before_it_owns_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_unowned(tmp_path / ("long" * 100))  # the check says what is wrong with it
     require_unowned(tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with owned(tmp_path):
@@ -80,6 +81,10 @@ def test_a_launch_can_ask_before_it_owns_and_changes_nothing(tmp_path: Path) -> 
         with pytest.raises(FolderInUse) as tried, owned(tmp_path):
             pass
         assert str(asked.value) == str(tried.value) and [*(tmp_path / "launches").iterdir()] == [first_launch(tmp_path)]
+    require_unowned(tmp_path)
+    fields = json.loads(first_launch(tmp_path).read_text())
+    first_launch(tmp_path).write_text(json.dumps(fields | {"host": "elsewhere", "ended": ""}))
+    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("only who owns a folder waits for other hosts"))
     require_unowned(tmp_path)
 
 

@@ -437,7 +437,6 @@ for mode in ("off", "auto"):
     pool = RewardPool(RewardConfig(terms=(term,), timeout_s=60.0, sandbox=SandboxConfig(mode=mode)))
     metadata = {{"seconds": "600.8", "detached": True}}
     pool.submit(RewardItem(prompt="", response="child", answer=None, metadata=metadata, task=""))
-    pool.submit(RewardItem(prompt="", response="sleep", answer=None, metadata={{}}, task=""))
     globals()[mode] = pool
 time.sleep(60)
 """

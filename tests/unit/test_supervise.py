@@ -19,6 +19,7 @@ import pytest
 from spmdrl.faults import slurm, supervise
 from spmdrl.faults.files import FaultFiles
 from spmdrl.faults.forked import Forked
+from spmdrl.faults.lock import owned
 from spmdrl.faults.rank_status import own_host
 from spmdrl.faults.slurm import SlurmJob, after, job_of
 from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch, tell
@@ -219,6 +220,13 @@ def test_a_request_before_the_check_is_not_forgotten(
 
 def test_a_check_that_fails_starts_nothing(start: Callable[..., Ending], run: Path) -> None:
     assert start("Path('run/started').touch()", check="sys.exit(2)") == Ending(code=EXIT_USER_ERROR)
+    assert not (run / "started").exists()
+
+
+def test_the_folder_of_another_launch_starts_nothing(start: Callable[..., Ending], run: Path) -> None:
+    with owned(run):
+        ending = start("Path('run/started').touch()")
+    assert ending.code == EXIT_USER_ERROR and ending.text.startswith("cannot start: the run folder ")
     assert not (run / "started").exists()
 
 

@@ -206,9 +206,11 @@ def test_what_is_asked_about_a_model_without_memory_leaves_it_as_it_was(
     config, again, lora = load_model_config(cfg), load_model_config(cfg), LoraConfig()
     model = model_without_memory(config, cfg)
 
-    def state() -> tuple[str, Any, dict[str, Any]]:
+    def state() -> tuple[Any, ...]:
         parameters = {name: (one.shape, one.requires_grad) for name, one in model.named_parameters()}
-        return str(model), model.config.to_dict(), parameters
+        attributes = {name: sorted(vars(one)) for name, one in model.named_modules()}  # a forward of its own, too
+        hooks = {name: (*one._forward_hooks, *one._forward_pre_hooks) for name, one in model.named_modules()}
+        return str(model), model.config.to_dict(), parameters, attributes, hooks
 
     before = state()
     shapes = parameter_shapes(config, cfg)[0]
