@@ -32,7 +32,7 @@ def _cache_of_our_own() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Collect garbage in the process that deals the tests out, and finds none itself."""
+    """Let the process that deals out tests collect garbage again: it never comes to `pytest_collection_finish`."""
     gc.enable()
 
 

@@ -310,7 +310,7 @@ def _collections_of_its_own() -> Iterator[None]:
     There are some hundred thousand such objects, and looking through all of them takes as long as a phase of a small
     model's step. What a session makes, its models above all, is collected as ever; so is what an earlier one has left.
     """
-    # Where there are few, who has forked this process has frozen the others. To count those takes long.
+    # Where there are few objects, the process that forked this one has frozen the others. Counting those takes long.
     if next(_SESSIONS) > 0 or len(gc.get_objects()) < 100_000:
         yield
         return

@@ -26,7 +26,7 @@ def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], di
     if name == "adamw":
         return torch.optim.AdamW, {"fused": True}
     if name == "sgd":
-        return torch.optim.SGD, {"foreach": False}  # with True, DTensor needs longer for the first step than for many
+        return torch.optim.SGD, {"foreach": False}  # True would make the first step with DTensors slower than many
     if ":" not in name:
         raise UserError(
             f'optim.name = "{name}" is not known; use "adamw", "sgd", "package.module:Class" or "path/file.py:Class"'

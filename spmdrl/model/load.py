@@ -150,7 +150,10 @@ def model_without_memory(model_config: Any, cfg: ModelConfig) -> PreTrainedModel
 
     All who ask about equal configs share it, so nobody may change it.
     """
-    text = model_config.to_json_string(use_diff=False)
+    try:
+        text = model_config.to_json_string(use_diff=False)
+    except TypeError:  # a value that JSON has no form for, in a config of the directory's own code
+        text = repr(model_config.to_dict())
     return _built(
         _Architecture(type(model_config), text, model_config.name_or_path, cfg.trust_remote_code, model_config)
     )

@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 require_unowned(folder)
             except FolderInUse as error:
-                say(list_problems("cannot start", str(error)), sys.stderr)
-                return EXIT_USER_ERROR
+                raise _refused(str(error)) from None
             with starter_of(arguments.module, given, num_ranks=num_ranks, num_gpus=num_gpus) as starter:
                 return tell(launch(starter, requests))
     try:
