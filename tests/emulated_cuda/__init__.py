@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib.machinery
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from . import plain_kernels
-from .build import choose_cache, library
+from .build import choose_cache, load_library
 
 NUM_DEVICES, DEVICE_GIB = "EMULATED_CUDA_DEVICES", "EMULATED_CUDA_GIB"
 LEDGER = "EMULATED_CUDA_LEDGER"
@@ -93,8 +92,7 @@ def _load() -> None:
         owner, path = os.getpid(), os.environ[LEDGER]
         atexit.register(lambda: os.getpid() == owner and os.path.exists(path) and os.unlink(path))
     global _path
-    _path = library()
-    ctypes.CDLL(_path)
+    _path = load_library()
 
 
 _path = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "csrc"
 NAME = "emulated_cuda_core"
+_LINKED = ("c10", "torch_cpu", "torch", "torch_python")  # torch's libraries, each after those it needs
 CACHE = "EMULATED_CUDA_CACHE"
 
 
@@ -30,11 +32,24 @@ def _torch() -> Path:
     raise SystemExit("the emulated CUDA device needs torch, which is not installed")
 
 
+def load_library() -> str:
+    """Load the extension and return its path.
+
+    The file names no folder of torch's, since it serves every environment with this torch and may outlive the one it
+    was compiled in: which libraries it means is settled by loading them first.
+    """
+    for name in _LINKED:
+        ctypes.CDLL(str(_torch() / f"lib/lib{name}.so"))
+    path = library()
+    ctypes.CDLL(path)
+    return path
+
+
 def library() -> str:
     """Return the extension's path; compile it first if need be."""
     torch = _torch()
     digest = hashlib.sha256((torch / "version.py").read_bytes() + sys.version.encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in [Path(__file__), *sorted(_SOURCES.iterdir())]:
         digest.update(source.read_bytes())
     cache = Path(os.environ[CACHE])
     cache.mkdir(parents=True, exist_ok=True)
@@ -55,7 +70,7 @@ def _compile(torch: Path, path: Path) -> None:
     command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-DTORCH_EXTENSION_NAME={NAME}"]
     command += ["-D_GLIBCXX_USE_CXX11_ABI=1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     command += [f"-I{sysconfig.get_path('include')}", str(_SOURCES / "module.cpp"), "-o", str(part)]
-    command += [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    command += [f"-L{torch}/lib", *(f"-l{name}" for name in _LINKED)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{compiler} cannot compile the emulated CUDA device:\n{done.stderr[-4000:]}")

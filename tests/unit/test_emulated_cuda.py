@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.model.kernels import varlen_takes_groups
+from tests.emulated_cuda.build import library
 
 FOLDER = Path(__file__).parents[1] / "emulated_cuda"
 sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
@@ -81,6 +82,14 @@ def test_planted_faults_are_found() -> None:
     asked |= {(rank, name): message for name, message in ON_TWO_RANKS.items() for rank in "01"}
     assert found.keys() == asked.keys()
     assert not {key: found[key] for key, message in asked.items() if message not in found[key]}
+
+
+@pytest.mark.timeout(600)  # a compiler may be at work
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_is_cached_serves_every_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives the one it was compiled in, so it may not look for torch's libraries there."""
+    monkeypatch.setenv("EMULATED_CUDA_CACHE", CACHE)
+    assert b"/torch/lib" not in Path(library()).read_bytes()
 
 
 def test_without_a_compiler_there_is_a_sentence(tmp_path: Path) -> None:
