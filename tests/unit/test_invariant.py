@@ -171,8 +171,16 @@ def test_threads_do_not_matter(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+def _by_number_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` that sums in two halves from 32 rows on: some libraries' own has one order on some processors."""
+    if x[..., 0].numel() < 32:
+        return F.linear(x, weight, bias)
+    half = x.shape[-1] // 2
+    return F.linear(x[..., :half], weight[:, :half]) + F.linear(x[..., half:], weight[:, half:], bias)
+
+
 PLAIN_OPERATORS = {
-    "linear": (invariant, "linear", F.linear),
+    "linear": (invariant, "linear", _by_number_of_rows),
     "silu": (invariant, "silu", F.silu),
     "attention": (runner, "attend_to_cache_in_tiles", runner.attend_to_cache),
     "log-probabilities": (runner, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
@@ -270,7 +278,7 @@ def test_this_machine_keeps_the_promise_and_a_broken_operator_is_refused(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(invariant.machine_problems(model, torch.float32)) == []
-    monkeypatch.setattr(invariant, "linear", F.linear)
+    monkeypatch.setattr(invariant, "linear", _by_number_of_rows)
     assert any("depends on how many tokens" in problem for problem in invariant.machine_problems(model, torch.float32))
 
 
