@@ -66,7 +66,7 @@ def test_it_has_a_name_everywhere(
 def test_what_lowers_instructions_is_another_processor_to_the_calibration(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"):
+    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"):
         monkeypatch.delenv(name, raising=False)
     before = machine.processor()
     monkeypatch.setenv(setting, "avx2")
@@ -80,3 +80,12 @@ def test_torch_and_onednn_are_lowered_to_the_level_of_this_run() -> None:
     assert is_exact <= torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if lowered := os.environ.get("ATEN_CPU_CAPABILITY"):
         assert torch.backends.cpu.get_cpu_capability().lower() == lowered
+
+
+@pytest.mark.parametrize(("vendor", "variables"), [("GenuineIntel", {"MKL_CBWR": "AUTO,STRICT"}), ("AuthenticAMD", {})])
+def test_mkl_has_its_strict_mode_on_intels_processors_alone(
+    vendor: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    machine.CPUINFO.write_text(f"processor : 0\nvendor_id : {vendor}\n")
+    assert machine.reproducible_products() == variables
