@@ -153,13 +153,9 @@ demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a ti
 
 test: test-unit test-kernels test-processes ## all tests that need no GPU
 
-# Files of few and long tests first, or one of them would run alone at the end. Each is named, because pytest 8.0 leaves out
-# the rest of a folder that is named after one of its files.
-UNIT_FIRST := $(patsubst %,tests/unit/test_%.py,init emulated_cuda malformed supervise rewards sinks)
-UNIT_REST := $(filter-out tests/unit/test_triton% $(UNIT_FIRST),$(sort $(wildcard tests/unit/test_*.py)))
 test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
 	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
-	  $(UNIT_FIRST) $(UNIT_REST)
+	  --ignore-glob='*/test_triton*.py' tests/unit
 
 test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/attack

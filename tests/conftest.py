@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +29,34 @@ def _cache_of_our_own() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         yield
+
+
+# Files of few and long tests. They come first, or one of them would run alone at the end.
+_LONG = {
+    *(f"unit/test_{name}.py" for name in ("init", "emulated_cuda", "malformed", "supervise", "rewards", "sinks")),
+    *(f"e2e/test_{name}.py" for name in ("cut_runs", "preemption", "train", "two_launches")),
+    *(f"spmd/test_{name}.py" for name in ("matrix", "true_on_policy")),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run SGLang's tests first, then the long files, then the rest in its order."""
+    items.sort(key=lambda item: (item.path.parent.name != "engine", "/".join(item.path.parts[-2:]) not in _LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, give all of SGLang's tests to one process: each would import SGLang for its engines."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/engine" if file.startswith("tests/engine/") else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -36,9 +36,8 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(
-    "task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("tool", "game", "notes")), "vision"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["tool", "game", "notes", "vision"])
 def test_the_files_of_a_demo_fit_together(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step of the warm start, and one of what follows it, with a model whose words are characters."""
     monkeypatch.chdir(ROOT)

@@ -246,7 +246,7 @@ class Job:
             if status is not None and status["step"] >= step and status["phase"] == phase:
                 return status["pid"]
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
-            time.sleep(0.001)
+            time.sleep(0.01)
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -286,6 +286,7 @@ def terminated(folder: Path, name: str) -> int:
     return requeue.step
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_launched_job_saves_and_asks_to_be_started_again(folder: Path) -> None:
     saved = terminated(folder, "terminated")
     assert newest_step(folder / "runs/terminated/checkpoints") == saved >= 1

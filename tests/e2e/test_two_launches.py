@@ -41,7 +41,15 @@ def test_the_second_launch_is_refused_and_a_killed_launcher_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
-    config = write_config(tmp_path, run={"num_steps": 100000, "dir": str(tmp_path)}, checkpoint={"every": 1})
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef score(**_):\n    time.sleep(0.05)\n    return 0.5\n")
+    config = write_config(
+        tmp_path,
+        run={"num_steps": 100000, "dir": str(tmp_path)},
+        reward={
+            "terms": [{"kind": "function", "function": f"{tmp_path}/slow.py:score"}]
+        },  # the others need a processor
+        checkpoint={"every": 1},
+    )
     command = [sys.executable, "-m", "spmdrl.tools.local", "spmdrl.train", str(config)]
     folder, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
     with open(tmp_path / "first.txt", "w") as output:

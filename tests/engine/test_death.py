@@ -180,12 +180,10 @@ def test_a_killed_rank_ends_the_job_with_the_cause(tmp_path: Path, model: Path) 
         assert f"Signal 9 (SIGKILL) received by PID {rank.pid}" in run.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "tp_size", "delay_s"),
-    [
-        (1, 1, 0.0),
-        *(pytest.param(2, size, n / 4, marks=pytest.mark.slow) for size, n in ((2, 1), *((1, n) for n in range(7)))),
-    ],
+    [(1, 1, 0.0), *((2, size, n / 4) for size, n in ((2, 1), *((1, n) for n in range(7))))],
 )
 def test_an_engine_that_is_started_again_lets_the_run_go_on(
     tmp_path: Path, model: Path, num_ranks: int, tp_size: int, delay_s: float

@@ -43,10 +43,9 @@ from tests.helpers.models import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
-MODELS = [
-    *(save_qwen3, save_llama, save_qwen2, save_mistral, save_gemma3, save_qwen3_moe, save_gpt_oss),
-    *(save_qwen3_next, save_qwen3_5, save_qwen3_5_moe),
-]
+MODELS = [save_qwen3, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5_moe]
+# They have no layer that none of MODELS has.
+ALIKE = [save_llama, save_qwen2, save_mistral, save_qwen3_5]
 TEMPERATURE = 0.8
 Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)
 
@@ -74,7 +73,11 @@ class Measured:
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param(save, id=save.__name__.removeprefix("save_")) for save in MODELS),
+        *(
+            pytest.param(save, id=save.__name__.removeprefix("save_"), marks=marks)
+            for models, marks in ((MODELS, ()), (ALIKE, pytest.mark.slow))
+            for save in models
+        ),
         *(pytest.param(partial(save_other, name), id=name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )

@@ -1006,8 +1006,15 @@ def num_begun(run: Run, step: int) -> int:
     return sum(episode._environment is not None for group in carried for episode in group.unfinished)
 
 
-@pytest.mark.parametrize("rules", [PARTIAL, OLDEST_FIRST], ids=["partial", "oldest first"])
-@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize(
+    ("gives_up", "rules"),
+    [
+        pytest.param(False, PARTIAL, id="partial"),
+        pytest.param(True, PARTIAL, id="partial that gives up", marks=pytest.mark.slow),
+        pytest.param(False, OLDEST_FIRST, id="oldest first", marks=pytest.mark.slow),
+        pytest.param(True, OLDEST_FIRST, id="oldest first that gives up"),
+    ],
+)
 def test_episodes_go_on_in_later_steps_and_runs_and_leave_no_environment_open(
     gives_up: bool, rules: CollectionRules
 ) -> None:
