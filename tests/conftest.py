@@ -33,7 +33,10 @@ def _cache_of_our_own() -> Iterator[None]:
 
 # Files of few and long tests. They come first, or one of them would run alone at the end.
 _LONG = {
-    *(f"unit/test_{name}.py" for name in ("init", "emulated_cuda", "malformed", "supervise", "rewards", "sinks")),
+    *(
+        f"unit/test_{name}.py"
+        for name in ("init", "emulated_cuda", "malformed", "supervise", "rewards", "sinks", "torch_engine")
+    ),
     *(f"e2e/test_{name}.py" for name in ("cut_runs", "preemption", "train", "two_launches")),
     *(f"spmd/test_{name}.py" for name in ("matrix", "true_on_policy")),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, cast
 
 from spmdrl.config import EnvironmentConfig
@@ -30,7 +30,6 @@ class FakeEnvironments:
         self.step, self.initial_observation, self.delay_s = step, initial_observation or Observation(), delay_s
         self.num_open = self.most_open = self.num_replayed = 0
         self.lock = threading.Lock()
-        self.threads = ThreadPoolExecutor(256)
         self.tools: list[dict[str, Any]] = []
         self.gives_rewards = True
 
@@ -79,16 +78,20 @@ class FakeEnvironment:
 
     def _answered(self, answer: Callable[[], Answer]) -> Future[Answer]:
         delay_s = self._client.delay_s
-        if delay_s is None:
-            done: Future[Answer] = Future()
-            done.set_result(answer())
-            return done
-        return self._client.threads.submit(self._later, delay_s(self._start.seed + self._number), answer)
+        done: Future[Answer] = Future()
 
-    @staticmethod
-    def _later(delay_s: float, answer: Callable[[], Answer]) -> Answer:
-        time.sleep(delay_s)
-        return answer()
+        def give(after_s: float) -> None:
+            time.sleep(after_s)
+            try:
+                done.set_result(answer())
+            except Exception as error:
+                done.set_exception(error)
+
+        if delay_s is None:
+            give(0.0)
+        else:  # a thread for each, which ends: those of a pool outlive the test, and hide what others look for
+            threading.Thread(target=give, args=(delay_s(self._start.seed + self._number),), daemon=True).start()
+        return done
 
 
 class FakeEncoder:
