@@ -180,7 +180,7 @@ test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time
 test-processes: sglang-unless-light ## attack, spmd, engine and e2e in one run, whose workers import torch once
 	@test ! -e $(LIGHT) || echo $(WITHOUT_SGLANG)
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
-	  $$(test -e $(LIGHT) || echo tests/engine) tests/e2e tests/spmd tests/attack
+	  $$(test -e $(LIGHT) || echo tests/engine) tests/attack tests/e2e tests/spmd
 
 test-docs: $(INSTALLED) ## every command and example of the documentation, and its site
 	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/docs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -23,18 +24,18 @@ from spmdrl.tools.tiny_model import character_tokenizer
 from tests.helpers.configs import model_config
 from tests.helpers.engine_ranks import run_engine_ranks
 from tests.helpers.models import save_qwen3
+from tests.helpers.ranks import run_ranks
 from tests.helpers.sglang_engine import change, trainer_logprobs
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is not None, reason="triton is installed, as SGLang's CUDA packages are, and needs no stub"
 )
 
-# Prints what a process sees of the packages that have stubs: "" where there is none.
-SEEN = """
-from importlib.util import find_spec
-specs = map(find_spec, ("triton", "torchvision", "sgl_kernel", "IPython"))
-print([name for spec in specs if spec and "sglang_cpu" in (name := spec.origin or "")])
-"""
+
+def stand_ins_seen() -> list[str]:
+    """Where this process would import stubs from."""
+    specs = map(find_spec, ("triton", "torchvision", "sgl_kernel", "IPython"))
+    return [spec.origin for spec in specs if spec and "sglang_cpu" in (spec.origin or "")]
 
 
 def python(*arguments: str, **environment: str) -> list[str]:
@@ -46,47 +47,45 @@ def python(*arguments: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def _with_sglang() -> tuple[list[str], list[bool]]:
+    """Of a process that has imported SGLang, after torch and transformers had looked for the real packages."""
+    import spmdrl_sglang_cpu
+
+    spmdrl_sglang_cpu.enable()
+    import sglang
+    import torchvision
+    import triton  # noqa: F401
+    from sglang.srt.entrypoints.engine import Engine  # noqa: F401
+    from torch.utils._triton import has_triton_package, triton_backend
+    from transformers.utils import is_torchvision_available
+
+    with pytest.raises(RuntimeError) as raised:  # torch.compile asks on a CPU too, and takes an error for "no GPU"
+        triton_backend()
+    stand_in = "sglang_cpu" in torchvision.__file__
+    return [sglang.__version__, str(raised.value)], [has_triton_package(), is_torchvision_available(), stand_in]
+
+
 def test_the_engine_can_be_imported() -> None:
-    code = """
-import spmdrl_sglang_cpu
-spmdrl_sglang_cpu.enable()
-spmdrl_sglang_cpu.enable()
-import sglang
-from sglang.srt.entrypoints.engine import Engine
-print(sglang.__version__)
+    (found,) = run_engine_ranks(1, _with_sglang)
+    assert found == (["0.5.23", "triton is not installed"], [False, False, True])
 
-# torch.compile asks on a CPU too, and takes an error for "no GPU".
-from torch.utils._triton import has_triton_package, triton_backend
-try:
-    triton_backend()
-except RuntimeError as error:
-    print(error)
 
-# torch and transformers have looked for the real packages before the stubs were there.
-from transformers.utils import is_torchvision_available
-import triton, torchvision
-print([has_triton_package(), is_torchvision_available()], "sglang_cpu" in torchvision.__file__)
-"""
-    assert python("-c", code) == ["0.5.23", "triton is not installed", "[False, False] True"]
+def _without_sglang(path: str) -> tuple[bool, list[str]]:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    return bool(model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()), stand_ins_seen()
 
 
 def test_other_processes_see_no_stubs(tmp_path: Path) -> None:
-    code = f"""
-import transformers
-from transformers import AutoModelForCausalLM
-import torch
-model = AutoModelForCausalLM.from_pretrained({save_qwen3(tmp_path)!r})
-print(model(torch.tensor([[5, 6, 7]])).logits.isfinite().all().item())
-"""
-    assert python("-c", code + SEEN) == ["True", "[]"]
+    assert run_ranks(1, _without_sglang, save_qwen3(tmp_path)) == [(True, [])]
 
 
 def test_processes_of_the_engine_see_none_before_sglang(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
     environment = cpu_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    code = "from spmdrl_sglang_cpu import on_import; print(on_import.installed())"
-    assert python("-c", code + SEEN, **environment) == ["the other one", "True", "[]"]
+    code = "import os, runpy\nfrom importlib.util import find_spec\n" + inspect.getsource(stand_ins_seen)
+    code += "print(runpy.run_path(os.environ['SPMDRL_SGLANG_CPU'])['installed'](), stand_ins_seen())"
+    assert python("-c", code, **environment) == ["the other one", "True []"]
 
 
 def _changed(path: str, export: Path | None, sequences: list[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -36,11 +36,17 @@ def parsed(path: Path) -> ast.Module:
 _parsed = functools.cache(ast.parse)
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree; many tests ask for those of every module."""
+    return list(ast.walk(tree))
+
+
 def code_lines(path: Path) -> int:
     """Count the lines that are code: no docstring of anything, no comment, not blank."""
     text = path.read_text(encoding="utf-8")
     strings: set[int] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -51,7 +57,7 @@ def code_lines(path: Path) -> int:
 
 def import_lines(path: Path) -> int:
     """Count the lines of import statements, wherever they stand."""
-    found = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom))
+    found = (node for node in nodes(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom))
     return sum((node.end_lineno or 0) - node.lineno + 1 for node in found)
 
 
@@ -67,7 +73,7 @@ def import_graph(files: Mapping[str, Path], *, deferred: bool) -> Graph:
 
 
 def _imports(tree: ast.Module, files: Mapping[str, Path], deferred: bool) -> Iterator[str]:
-    for node in ast.walk(tree) if deferred else tree.body:
+    for node in nodes(tree) if deferred else tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -110,8 +116,8 @@ def _types_of(node: ast.stmt) -> Iterator[str]:
 
 
 def functions(files: Iterable[Path]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    nodes = (node for path in files for node in ast.walk(parsed(path)))
-    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = (node for path in files for node in nodes(parsed(path)))
+    return [node for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -133,7 +139,7 @@ def words(files: Iterable[Path]) -> Counter[str]:
 def _prose(path: Path) -> Iterator[str]:
     """Yield what a file's author chose: each name where it stands, each docstring, of a setting or field too, and
     each comment."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         texts = [getattr(node, field, None) for field in ("name", "id", "arg", "attr")]
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             texts.append(node.value.value)

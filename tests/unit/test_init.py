@@ -217,8 +217,13 @@ def test_rewards_after_the_first_count_little(model: Path, sums: Path) -> None:
     ]
 
 
+def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Do without a process what `spmdrl init` does in one, whose imports take seconds."""
+    return subprocess.CompletedProcess(command, main(command[3:]))
+
+
 def test_one_line_writes_a_configuration_and_starts_it(
-    model: Path, sums: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun = ["spmdrl.train", str(model), "sums.jsonl"]
     line = [*begun, "--reward", "exact", "--no-verdict", "--dry-run", "run.num_steps=2"]
@@ -230,6 +235,7 @@ def test_one_line_writes_a_configuration_and_starts_it(
     )
     assert written("model-sums.toml")["run"]["num_steps"] == 200  # a setting of the command line is that start's alone
     assert local.main(line) == 0 and Path("model-sums.toml").read_bytes() == first
+    monkeypatch.setattr(subprocess, "run", here)
     for wrong, said in {
         "--reward=math": "model-sums.toml is there already, and was not written for these options",
         "--gold=x": "unrecognized arguments: --gold=x",
@@ -303,9 +309,6 @@ def numbered(row: Any, number: int) -> Any:
 def test_one_line_starts_each_kind_of_run(
     model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, main(command[3:]))  # saves the imports of a process
-
     monkeypatch.setattr(subprocess, "run", here)
     lines: dict[str, list[str]] = {"sft": [], "distill": ["--teacher", str(model)]}
     for task, options in lines.items():

@@ -50,7 +50,7 @@ def sources(package: Path) -> Iterator[tuple[str, ast.Module]]:
 
 def imported(tree: ast.Module) -> Iterator[str]:
     """The dotted names that a file imports, wherever in it."""
-    for node in ast.walk(tree):
+    for node in measures.nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +89,7 @@ def layout_problems(package: Path, page: str) -> Iterator[str]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in measures.nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_rooms_import_downwards_and_each_library_has_its_door() -> None:
@@ -213,7 +213,7 @@ def test_docstrings_of_public_names_stand_without_the_signature() -> None:
     """A first sentence is an imperative or names a thing."""
     unclear = []
     for name, tree in sources(ROOT / "spmdrl"):
-        for node in ast.walk(tree):
+        for node in measures.nodes(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 private = getattr(node, "name", "").startswith("_") and not getattr(node, "name", "").startswith("__")
                 text = ast.get_docstring(node) or ""
@@ -255,7 +255,7 @@ def test_model_types_are_named_in_one_file() -> None:
     named = [
         f"{name}: {node.value}"
         for name, tree in sources(ROOT / "spmdrl")
-        for node in ast.walk(tree)
+        for node in measures.nodes(tree)
         if isinstance(node, ast.Constant) and node.value in types and name != "families.py"
     ]
     assert named == ["engine/sglang/tool_calls.py: mistral"], "a parser of SGLang's"
@@ -281,7 +281,7 @@ def files_that_assign(attribute: str) -> list[str]:
     return [
         name
         for name, tree in sources(ROOT / "spmdrl")
-        for node in ast.walk(tree)
+        for node in measures.nodes(tree)
         if isinstance(node, ast.Assign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Attribute) and target.attr == attribute
@@ -306,7 +306,7 @@ STARTS = re.compile(
 
 def starts_processes(tree: ast.Module) -> bool:
     """True when a file calls something that starts a process, or imports its bare name."""
-    called = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    called = (ast.unparse(node.func) for node in measures.nodes(tree) if isinstance(node, ast.Call))
     by_name = (dotted for dotted in imported(tree) if dotted.startswith(("subprocess.", "os.", "asyncio.")))
     return any(STARTS.fullmatch(name) for name in (*called, *by_name))
 
