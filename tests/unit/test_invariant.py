@@ -63,7 +63,7 @@ def save_sliding_qwen2(path: Path, **changes: Any) -> str:
 MODELS = {"qwen3": save_qwen3, "llama": save_llama, "qwen2": save_sliding_qwen2}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     path = MODELS[request.param](tmp_path_factory.mktemp("model"), max_position_embeddings=512)
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)

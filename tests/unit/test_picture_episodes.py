@@ -197,7 +197,14 @@ def stage_of(save: Callable[..., str], folder: Path) -> Stage:
 FAMILIES = [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5_vl, save_gemma3_vl, save_gemma4_vl]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda save: save.__name__.removeprefix("save_"))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(save, id=save.__name__.removeprefix("save_"), marks=marks)
+        for save in FAMILIES
+        for marks in (() if save in (save_qwen3_vl, save_gemma4_vl) else (pytest.mark.slow,),)
+    ],
+)
 def any_stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     return stage_of(request.param, tmp_path_factory.mktemp("stage"))
 

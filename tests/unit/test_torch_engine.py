@@ -70,7 +70,13 @@ def save_hybrid(path: Path) -> str:
 DENSE = [save_qwen3, save_llama, save_qwen2, save_sliding]
 
 
-@pytest.fixture(scope="module", params=[*DENSE, save_hybrid])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(save_qwen3, save_sliding, save_hybrid),
+        *(pytest.param(save, marks=pytest.mark.slow) for save in (save_llama, save_qwen2)),  # rows as Qwen3's
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     return AutoModelForCausalLM.from_pretrained(request.param(tmp_path_factory.mktemp("model")))
 
