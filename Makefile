@@ -153,33 +153,34 @@ demo: $(if $(filter sglang,$(ENGINE)),$(WITH_SGLANG),$(INSTALLED)) ## train a ti
 
 test: test-unit test-kernels test-processes ## all tests that need no GPU
 
+# In the order of tests/conftest.py, which has long files first and keeps those with SGLang together.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 test-unit: $(INSTALLED) ## tests without ranks, in UNIT_WORKERS processes
-	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	$(ONE_THREAD) $(PYTEST) -n $(UNIT_WORKERS) $(BY_FILE) -m "not slow" \
 	  --ignore-glob='*/test_triton*.py' tests/unit
 
 test-attack: $(INSTALLED) ## programs and answers that attack the sandbox
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/attack
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not slow" tests/attack
 
 test-kernels: $(if $(filter cpu,$(TORCH)),$(TRITON)) $(INSTALLED) ## tests of Triton kernels, in its interpreter
 	PYTHONPATH="$(CURDIR)/$(TRITON):$$PYTHONPATH" $(PYTEST) -n $(WORKERS) --dist loadfile tests/unit/test_triton*.py
 
 test-spmd: $(INSTALLED) ## tests on 2 and 4 gloo ranks, two files at a time
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/spmd
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not slow" tests/spmd
 
 test-engine: sglang-unless-light ## tests with SGLang itself
 	@if test -e $(LIGHT); then \
 	  echo $(WITHOUT_SGLANG); \
 	else \
-	  set -x; $(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/engine; \
+	  set -x; $(ONE_THREAD) $(PYTEST) -m "not slow" tests/engine; \
 	fi
 
 test-e2e: $(INSTALLED) ## whole runs from the command line, two files at a time
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not slow" tests/e2e
 
-# Files of engines first: they are few and long.
 test-processes: sglang-unless-light ## attack, spmd, engine and e2e in one run, whose workers import torch once
 	@test ! -e $(LIGHT) || echo $(WITHOUT_SGLANG)
-	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	$(ONE_THREAD) $(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not slow" \
 	  $$(test -e $(LIGHT) || echo tests/engine) tests/attack tests/e2e tests/spmd
 
 test-docs: $(INSTALLED) ## every command and example of the documentation, and its site

@@ -8,6 +8,7 @@ layers, operators               what replaces transformers' layers: fused.py, re
 lora, frozen, offload           adapters; models that are not trained; the trainer asleep
 """
 
-from spmdrl.model.machine import place_torchs_cache
+from spmdrl.model.machine import make_products_reproducible, place_torchs_cache
 
 place_torchs_cache()  # before anything here imports transformers, which imports torch's compiler
+make_products_reproducible()  # before the first product

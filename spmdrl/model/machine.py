@@ -48,15 +48,6 @@ def processor() -> str:
     return ", ".join(part for part in described if part)
 
 
-def reproducible_products() -> dict[str, str]:
-    """Return the variables with which Intel's MKL sums a product's numbers in an order that no shape changes.
-
-    Otherwise its kernels for AVX2 treat the edges of a matrix differently. It reads them at a process's first product,
-    and knows this mode on Intel's processors alone. Source: oneMKL's developer guide, "Strict CNR Mode".
-    """
-    return {"MKL_CBWR": "AUTO,STRICT"} if _described().get("vendor_id") == "GenuineIntel" else {}
-
-
 def _described() -> dict[str, str]:
     """Return what Linux says of the first core; nothing on another system."""
     try:
@@ -83,3 +74,14 @@ def place_torchs_cache() -> None:
     made = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if made.is_dir() and os.access(made, os.W_OK | os.X_OK):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def make_products_reproducible() -> None:
+    """Let Intel's MKL sum the numbers of a product in an order that no shape, place or number of threads changes.
+
+    Otherwise its kernels for AVX2 treat the edges of a matrix differently. It reads the variable at a process's first
+    product, and has this mode on Intel's processors alone; a variable that is set wins. Source: oneMKL's developer
+    guide, "Strict CNR Mode".
+    """
+    if _described().get("vendor_id") == "GenuineIntel":
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

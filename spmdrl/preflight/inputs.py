@@ -56,7 +56,6 @@ from spmdrl.model.load import (
     parallel_model_problems,
 )
 from spmdrl.model.lora.policy import adapter_problems
-from spmdrl.model.machine import reproducible_products
 from spmdrl.model.param_groups import freeze_problems, rate_problems
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.model.routes import balance_refusal, routes_refusal
@@ -109,9 +108,6 @@ def open_inputs(
     `cfg` may lack settings: checks that need one of them are left out. `refuse` gets a sentence for each problem found;
     it must raise UserError when there are any, or when `cfg` lacks a setting.
     """
-    if isinstance(cfg, Config) and cfg.true_on_policy:  # before this process's first product, which a check makes
-        for name, value in reproducible_products().items():
-            os.environ.setdefault(name, value)
     found = _Findings()
     for problems in (
         _time_problems,

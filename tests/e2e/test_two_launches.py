@@ -45,9 +45,8 @@ def test_the_second_launch_is_refused_and_a_killed_launcher_leaves_nothing(
     config = write_config(
         tmp_path,
         run={"num_steps": 100000, "dir": str(tmp_path)},
-        reward={
-            "terms": [{"kind": "function", "function": f"{tmp_path}/slow.py:score"}]
-        },  # the others need a processor
+        # Slow, so that the launches that are refused have a processor.
+        reward={"terms": [{"kind": "function", "function": f"{tmp_path}/slow.py:score"}]},
         checkpoint={"every": 1},
     )
     command = [sys.executable, "-m", "spmdrl.tools.local", "spmdrl.train", str(config)]

@@ -39,7 +39,7 @@ from tests.helpers.vision_models import (
 
 GROUP_SIZE = 3
 MODELS = [save_qwen3_vl, save_qwen3_5_vl, save_gemma4_vl]
-RARE = [save_qwen2_5_vl, save_qwen3_vl_moe, save_gemma3_vl, save_qwen3_5_moe_vl]  # with nothing that no other one has
+RARE = [save_qwen2_5_vl, save_qwen3_vl_moe, save_gemma3_vl, save_qwen3_5_moe_vl]  # in `make test-long`
 DECODED_PLAINLY = {save_qwen3_vl_moe, save_qwen3_5_vl, save_qwen3_5_moe_vl, save_gemma3_vl, save_gemma4_vl}
 
 

@@ -219,7 +219,11 @@ def test_rewards_after_the_first_count_little(model: Path, sums: Path) -> None:
 
 def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     """Do without a process what `spmdrl init` does in one, whose imports take seconds."""
-    return subprocess.CompletedProcess(command, main(command[3:]))
+    try:
+        code = main(command[3:])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return subprocess.CompletedProcess(command, code)
 
 
 def test_one_line_writes_a_configuration_and_starts_it(

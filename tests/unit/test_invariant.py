@@ -172,7 +172,7 @@ def test_threads_do_not_matter(tmp_path: Path) -> None:
 
 
 def _by_number_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` that sums in two halves from 32 rows on: some libraries' own has one order on some processors."""
+    """`F.linear`, summed in two halves from 32 rows on; on some processors `F.linear` itself always has one order."""
     if x[..., 0].numel() < 32:
         return F.linear(x, weight, bias)
     half = x.shape[-1] // 2

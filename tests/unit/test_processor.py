@@ -82,10 +82,21 @@ def test_torch_and_onednn_are_lowered_to_the_level_of_this_run() -> None:
         assert torch.backends.cpu.get_cpu_capability().lower() == lowered
 
 
-@pytest.mark.parametrize(("vendor", "variables"), [("GenuineIntel", {"MKL_CBWR": "AUTO,STRICT"}), ("AuthenticAMD", {})])
+@pytest.mark.parametrize(
+    ("vendor", "given", "found"),
+    [
+        ("GenuineIntel", None, "AUTO,STRICT"),
+        ("GenuineIntel", "COMPATIBLE", "COMPATIBLE"),
+        ("AuthenticAMD", None, None),
+    ],
+)
 def test_mkl_has_its_strict_mode_on_intels_processors_alone(
-    vendor: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vendor: str, given: str | None, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     machine.CPUINFO.write_text(f"processor : 0\nvendor_id : {vendor}\n")
-    assert machine.reproducible_products() == variables
+    monkeypatch.setenv("MKL_CBWR", given or "")
+    if given is None:
+        monkeypatch.delenv("MKL_CBWR")
+    machine.make_products_reproducible()
+    assert os.environ.get("MKL_CBWR") == found

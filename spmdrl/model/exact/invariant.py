@@ -28,7 +28,6 @@ from spmdrl.families import FAMILIES
 from spmdrl.model.attention_layer import AttentionLayer, CausalAttention, SeenKeys
 from spmdrl.model.linear import linear_by, with_backward_of
 from spmdrl.model.logprobs import Head
-from spmdrl.model.machine import reproducible_products
 
 # Attention in which a query's result depends only on itself and on the keys it sees, to the bit; see invariant.py.
 #
@@ -181,7 +180,6 @@ SWITCHES = (
     f"linear layers and head: oneDNN on tiles of {min(_LAST_TILES)} to {max(_TILES)} tokens by at most {COLUMNS} "
     "columns, the last tile padded",
     f"attention, packed and cached: float32 products on tiles of {KEYS} keys, summed one after the other",
-    *(f"products in float32: {name}={value}" for name, value in reproducible_products().items()),
     "SiLU: from exp alone, in float32",
     f"log-probabilities, of engine and trainer: summed over {COLUMNS} tokens of the vocabulary at a time, whatever "
     "model.logits_chunk_tokens is",
