@@ -363,7 +363,13 @@ def test_a_process_that_dies_when_nothing_is_asked_is_not_started_for_ever(count
     assert play_alone(counts, 1, "a")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("Counts", "auto"), ("Async", "off")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("Counts", "auto"), ("Async", "off")),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("Counts", "off"), ("Async", "auto"))),
+    ],
+)
 def test_a_hang_is_a_timeout_and_the_others_are_played_again(file: Path, name: str, mode: str) -> None:
     with EnvironmentClient(config(file, name, step_timeout_s=1.2, mode=mode)) as client:
         others = [client.open(begin(seed=seed)) for seed in range(5)]
