@@ -2,8 +2,7 @@
 
 A rank comes from a server that has imported SGLang. Before it does anything it forks processes that wait, and its
 engine gets one of them wherever SGLang would spawn one: with the same environment, and after the same
-`sitecustomize.py`. Real starts are in test_death.py and, with `-m slow` too, in
-test_stubs.py and tests/e2e.
+`sitecustomize.py`. Real starts, all of them slow tests, are in test_death.py, test_stubs.py and tests/e2e.
 """
 
 from __future__ import annotations

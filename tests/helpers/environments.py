@@ -89,7 +89,7 @@ class FakeEnvironment:
 
         if delay_s is None:
             give(0.0)
-        else:  # a thread for each, which ends: those of a pool outlive the test, and hide what others look for
+        else:  # a thread for each answer: the idle ones of a pool outlive the test, a hundred of them after a file
             threading.Thread(target=give, args=(delay_s(self._start.seed + self._number),), daemon=True).start()
         return done
 

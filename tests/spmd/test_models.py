@@ -44,7 +44,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import random_sequences
 
 MODELS = [save_qwen3, save_gemma3, save_qwen3_moe, save_gpt_oss, save_qwen3_next, save_qwen3_5_moe]
-# They have no layer that none of MODELS has.
+# Each is much like one of MODELS: `make test-long` has them.
 ALIKE = [save_llama, save_qwen2, save_mistral, save_qwen3_5]
 TEMPERATURE = 0.8
 Scores = tuple[dict[int, Tensor], dict[str, Tensor]]  # (log-probabilities of each sequence, gradient of each parameter)

@@ -74,9 +74,8 @@ DENSE = [save_qwen3, save_llama, save_qwen2, save_sliding]
     scope="module",
     params=[
         *(save_qwen3, save_sliding, save_hybrid),
-        *(
-            pytest.param(save, marks=pytest.mark.slow) for save in (save_llama, save_qwen2)
-        ),  # they cache what Qwen3 does
+        # What they keep in the cache is what Qwen3 keeps.
+        *(pytest.param(save, marks=pytest.mark.slow) for save in (save_llama, save_qwen2)),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
