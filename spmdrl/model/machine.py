@@ -79,9 +79,9 @@ def place_torchs_cache() -> None:
 def make_products_reproducible() -> None:
     """Ask MKL for its strict mode, in which neither alignment nor the number of threads changes a product's sums.
 
-    Without it, MKL's kernels for AVX2 also sum the edges of a matrix in another order than the rest (measured). MKL reads
-    the variable at a process's first product, and has this mode on Intel's processors alone; a variable that is set
-    wins. Source: oneMKL's developer guide, "Strict CNR Mode".
+    Without it, MKL's kernels for AVX2 also sum the edges of a matrix in another order than the rest (measured). MKL
+    reads the variable at a process's first product, and has this mode on Intel's processors alone; a variable that is
+    set wins. Source: oneMKL's developer guide, "Strict CNR Mode".
     """
     if _described().get("vendor_id") == "GenuineIntel":
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
