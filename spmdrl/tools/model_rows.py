@@ -38,7 +38,6 @@ from spmdrl.model.rotary import changes_after
 from spmdrl.refit.refit import RefitMismatch, load_whole, make_refit
 from spmdrl.step.export import export_hf
 from spmdrl.tools.model_scores import (
-    BOUND,
     TEMPERATURE,
     Layout,
     Scores,
@@ -53,13 +52,11 @@ from spmdrl.tools.model_scores import (
 )
 from spmdrl.tools.model_shrink import save_processor
 from spmdrl.tools.model_source import ModelSource
+from spmdrl.tools.parity_cases import BOUND, MOST, TIMES_ONE_BIT
 from spmdrl.types import Request, UserError
 from spmdrl.types import Sequence as Tokens
 
 RowAnswer = Literal["yes", "no", "refused"]
-# Allowed where a model is so ill-conditioned that `BOUND` is less than rounding: so often what weights one bit apart
-# change, and no more than that in all.
-_TIMES, _MOST = 4.0, 1e-3
 _ONE_BIT = "weights one bit apart give {:.0e} and {:.0e}"
 _LORA = LoraConfig(rank=4, alpha=4.0)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 50, 20  # of what engines sample
@@ -112,7 +109,7 @@ class Subject:
     @property
     def allowed(self) -> tuple[float, float]:
         """The differences of log-probabilities and of gradients that are rounding."""
-        value, gradient = (max(BOUND, min(_TIMES * size, _MOST)) for size in self.rounding)
+        value, gradient = (max(BOUND, min(TIMES_ONE_BIT * size, MOST)) for size in self.rounding)
         return value, gradient
 
     @cached_property
@@ -318,7 +315,7 @@ def _as_precise(sampled: Sequence[Tokens], subject: Subject) -> Found:
     with torch.no_grad():
         unit = max(float((eager_logprobs(narrow, one) - eager_logprobs(model, one)).abs().max()) for one in sampled)
     said = f"{worst:.0e} nats in {subject.dtype}, which changes transformers' own by {unit:.0e}"
-    return "yes" if worst < _TIMES * unit else "no", said
+    return "yes" if worst < TIMES_ONE_BIT * unit else "no", said
 
 
 def _ends(config: Any) -> frozenset[int]:

@@ -26,12 +26,17 @@ from spmdrl.model.sharding import decoder_layers, reshard
 from spmdrl.model.trunk import model_class
 from spmdrl.step.batch import build_batch, lay_end_to_end
 from spmdrl.tools.model_shrink import VOCABULARY
-from spmdrl.tools.parity_cases import GradientAsWeight, largest_difference, plan_of, whole_weights
+from spmdrl.tools.parity_cases import (
+    GradientAsWeight,
+    differences,
+    move_to_neighbours,
+    plan_of,
+    whole_weights,
+)
 from spmdrl.types import Sequence as Tokens
 from spmdrl.types import UserError
 
 TEMPERATURE = 0.8
-BOUND = 1e-5  # of log-probabilities in nats, and of a gradient relative to its own size
 _LENGTHS = (90, 3, 41, 2, 17, 67)
 
 
@@ -90,11 +95,7 @@ def eager_scores(path: str, batch: Sequence[Tokens], *, moved: bool = False) -> 
     """Compute the scores by transformers' eager code, with weights `moved` to one of their neighbours."""
     model, logprobs = eager_model(path), dict[int, Tensor]()
     if moved:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                side = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(parameter.nextafter(parameter + side))
+        move_to_neighbours(model.parameters())
     count = sum(sum(sequence.loss_mask) for sequence in batch)
     for sequence in batch:
         found = eager_logprobs(model, sequence)
@@ -138,7 +139,7 @@ def scores(path: str, layout: Layout, batch: Sequence[Tokens], world: World) -> 
 def difference(found: Scores, expected: Scores) -> tuple[float, float, str]:
     """Return (of log-probabilities, of gradients, the parameter of the latter), the worst of each."""
     apart = max(float((found.logprobs[index] - x).abs().max()) for index, x in expected.logprobs.items())
-    worst, name = largest_difference(found.gradients, expected.gradients)
+    worst, name = max((size, name) for name, size in differences(found.gradients, expected.gradients).items())
     return apart, worst, name
 
 

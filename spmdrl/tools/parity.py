@@ -28,7 +28,10 @@ from spmdrl.preflight.hub import with_models_here
 from spmdrl.tools.parity_cases import (
     ADAMW_BOUND_OF_MOST,
     BOUND,
+    MOST,
+    ONE_BIT,
     ONE_RANK,
+    TIMES_ONE_BIT,
     UPDATES,
     Case,
     CaseResult,
@@ -49,9 +52,9 @@ _RANKS = (1, 2, 4)
 
 
 def matrix(cfg: Config | TuningConfig, settings: Settings) -> list[Case]:
-    """List the cases of a configuration; the others are compared with the first."""
+    """List the cases of a configuration; all are compared with the first, and the second shows what rounding does."""
     own = own_case(cfg.parallel)
-    every = [ONE_RANK, *cases(settings)]
+    every = [ONE_RANK, ONE_BIT, *cases(settings)]
     return every if own.parallel in [case.parallel for case in every] else [*every, own]
 
 
@@ -101,7 +104,7 @@ def compare(arguments: argparse.Namespace) -> bool:
             _launch(num_ranks, arguments, folder)
         if (refused := folder / "0.refused").exists():
             raise UserError(refused.read_text(encoding="utf-8"))
-        if not (folder / "0.pt").exists():
+        if not all((folder / f"{every.index(case)}.pt").exists() for case in (ONE_RANK, ONE_BIT)):
             raise UserError("one rank could not train on the batch; its error is printed above")
         return _print(every, folder, most_ranks=arguments.ranks)
 
@@ -134,19 +137,20 @@ def _launch(num_ranks: int, arguments: argparse.Namespace, folder: Path) -> None
 
 
 def _print(every: list[Case], folder: Path, *, most_ranks: int) -> bool:
-    table = Table(title=f"relative to 1 rank; allowed: {BOUND:g}, after AdamW {ADAMW_BOUND_OF_MOST:g} of most weights")
+    allowed = f"{BOUND:g}, of a gradient {TIMES_ONE_BIT:g} times what one bit changes of it (at most {MOST:g})"
+    table = Table(title=f"relative to 1 rank; allowed: {allowed}, after AdamW {ADAMW_BOUND_OF_MOST:g} of most weights")
     for column in ("layout", "ranks", "loss", "gradient", "of", "SGD", "AdamW", ""):
         table.add_column(column, justify="left" if column in ("layout", "of", "") else "right")
-    one_rank = _read(folder / "0.pt")
+    one_rank, one_bit = (_read(folder / f"{every.index(case)}.pt") for case in (ONE_RANK, ONE_BIT))
     agrees = True
     for number, case in enumerate(every):
         if (refused := folder / f"{number}.refused").exists():
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", refused.read_text(encoding="utf-8"))
         elif (path := folder / f"{number}.pt").exists():
-            found = deviation(_read(path), one_rank)
-            agrees &= found.is_within
+            found = deviation(_read(path), one_rank, one_bit)
+            agrees &= found.is_within or case.is_moved
             sizes = [f"{value:.1e}" for value in (found.loss, found.gradient, found.sgd, found.adamw_of_most)]
-            verdict = "same" if found.is_within else "[red]different[/red]"
+            verdict = "" if case.is_moved else "same" if found.is_within else "[red]different[/red]"
             table.add_row(case.name, str(case.num_ranks), *sizes[:2], found.worst, *sizes[2:], verdict)
         elif case.num_ranks > most_ranks:
             table.add_row(case.name, str(case.num_ranks), "", "", "", "", "", f"needs --ranks {case.num_ranks}")

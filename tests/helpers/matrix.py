@@ -12,6 +12,7 @@ import torch
 from spmdrl.config import PackConfig
 from spmdrl.dist.session import spmd_session
 from spmdrl.tools.parity_cases import (
+    ONE_BIT,
     ONE_RANK,
     Case,
     CaseResult,
@@ -84,9 +85,10 @@ def by_reward(path: str, more: Mapping[str, Any] = MappingProxyType({}), **model
 def matrix(
     settings: Settings, wanted: Callable[[Case], bool], num_candidates: int = 0
 ) -> dict[str, tuple[Case, CaseResult]]:
-    """The outcome of every wanted case by its name; all cases of as many ranks share their processes."""
-    every = [ONE_RANK, *filter(wanted, cases(settings))]
-    found = {}
+    """The outcome of one rank, of weights one bit apart and of every wanted case, by its name; all cases of as many
+    ranks share their processes."""
+    every = [ONE_RANK, ONE_BIT, *filter(wanted, cases(settings))]
+    found: dict[str, tuple[Case, CaseResult]] = {}
     for num_ranks in sorted({case.num_ranks for case in every}):
         some = [case for case in every if case.num_ranks == num_ranks]
         trials = [Trial(settings, case) for case in some]
@@ -97,13 +99,14 @@ def matrix(
 
 def require_same(found: dict[str, tuple[Case, CaseResult]]) -> None:
     """Require that each case has the gradients of one rank, within what its reason allows."""
-    _, one = found["1 rank"]
+    (_, one), (_, one_bit) = (found[case.name] for case in (ONE_RANK, ONE_BIT))
     for case, result in found.values():
-        require_close(case, result, one)
+        if case is not ONE_BIT:
+            require_close(case, result, one, one_bit)
 
 
-def require_close(case: Case, result: CaseResult, one: CaseResult) -> None:
+def require_close(case: Case, result: CaseResult, one: CaseResult, one_bit: CaseResult | None = None) -> None:
     """Require that a case has the gradients of one rank, within what its reason allows."""
     assert max(float(x.norm()) for x in one.gradients.values()) > 1e-2, "gradients of 0 prove nothing"
-    apart = deviation(result, one)
+    apart = deviation(result, one, one_bit)
     assert apart.is_within, f"{case.name}: {apart}; allowed is that {case.reason}"

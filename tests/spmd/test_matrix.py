@@ -17,7 +17,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import LoraConfig, ParallelConfig
-from spmdrl.tools.parity_cases import ONE_RANK, Case, CaseResult, Imitation, Settings, plain_logprobs, random_batch
+from spmdrl.tools.parity_cases import (
+    ONE_BIT,
+    ONE_RANK,
+    Case,
+    CaseResult,
+    Imitation,
+    Settings,
+    plain_logprobs,
+    random_batch,
+)
 from tests.helpers.adapters import token_mean_loss
 from tests.helpers.configs import model_config
 from tests.helpers.matrix import PACK, VOCABULARY, Trial, by_reward, matrix, outcomes, require_close, require_same
@@ -238,7 +247,7 @@ def test_another_family_gives_in_its_layouts_what_one_rank_gives(
     names, sizes = LAYOUTS[family]
     path = save_other(family, tmp_path, vocab_size=VOCABULARY, **sizes)
     found = matrix(dataclasses.replace(by_reward(path), lora=lora), lambda case: case.name in names)
-    assert found.keys() == {"1 rank", *names}
+    assert found.keys() == {ONE_RANK.name, ONE_BIT.name, *names}
     require_same(found)
 
 

@@ -1,7 +1,8 @@
-"""What parity compares losses with: the magnitudes of their terms, which do not cancel as the terms do."""
+"""Parity allows rounding: of the terms of a loss, which do not cancel as the sum does; of what one bit changes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from spmdrl.config import LossConfig
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.policy import TokenLogprobs
-from spmdrl.tools.parity_cases import CaseResult, Sized, deviation
+from spmdrl.tools.parity_cases import CaseResult, Sized, deviation, move_to_neighbours
 from tests.helpers.corrections import CUTS, batch, random_columns
 
 
@@ -38,3 +39,34 @@ def test_rounding_of_a_loss_whose_terms_cancel_is_no_difference() -> None:
     one = CaseResult(loss=1e-3, loss_size=1.0, gradients=weights, after_sgd=weights, after_adamw=weights)
     assert deviation(replace(one, loss=1e-3 + 1e-6), one).is_within
     assert not deviation(replace(one, loss=1e-3 + 1e-4), one).is_within
+
+
+def test_a_gradient_may_change_as_often_as_one_bit_changes_it() -> None:
+    weights = {"usual": torch.ones(4), "ill-conditioned": torch.ones(4)}
+    one = CaseResult(loss=1.0, loss_size=1.0, gradients=weights, after_sgd=weights, after_adamw=weights)
+
+    def with_gradients(**apart: float) -> CaseResult:
+        return replace(one, gradients={name: x * (1 + apart.get(name[:3], 0.0)) for name, x in weights.items()})
+
+    one_bit = with_gradients(usu=1e-6, ill=2e-5)
+    for apart, is_within in (
+        ({"ill": 7e-5}, True),
+        ({"ill": 9e-5}, False),
+        ({"usu": 9e-6}, True),
+        ({"usu": 1.1e-5}, False),
+        ({"ill": 7e-5, "usu": 1.1e-5}, False),
+        ({"ill": math.nan}, False),
+    ):
+        assert deviation(with_gradients(**apart), one, one_bit).is_within is is_within
+    assert not deviation(with_gradients(ill=7e-5), one).is_within
+    assert not deviation(with_gradients(ill=2e-3), one, with_gradients(ill=1e-3)).is_within  # at most 1e-3
+    assert deviation(with_gradients(ill=7e-5, usu=9.9e-6), one, one_bit).worst == "usual"
+
+
+def test_weights_move_to_one_of_their_neighbours() -> None:
+    weights = torch.randn(1000)
+    moved = weights.clone()
+    move_to_neighbours([moved])
+    neighbours = [weights.nextafter(torch.full((), side)) for side in (-math.inf, math.inf)]
+    is_up = moved == neighbours[1]
+    assert (is_up | (moved == neighbours[0])).all() and 400 < is_up.sum() < 600
