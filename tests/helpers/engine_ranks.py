@@ -15,7 +15,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import context, forkserver
+from multiprocessing import context, forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -46,6 +46,7 @@ def run_engine_ranks(
 def with_spares(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function on a rank that has one thread yet, and whose engines get processes that are forked now."""
     forking = multiprocessing.get_context("fork")
+    util.get_temp_dir()  # for what is handed to spares; made while an engine starts, it would end with that engine
     spares = []
     for _ in range(SPARES):
         theirs, mine = forking.Pipe(duplex=False)
