@@ -26,13 +26,7 @@ from spmdrl.model.sharding import decoder_layers, reshard
 from spmdrl.model.trunk import model_class
 from spmdrl.step.batch import build_batch, lay_end_to_end
 from spmdrl.tools.model_shrink import VOCABULARY
-from spmdrl.tools.parity_cases import (
-    GradientAsWeight,
-    differences,
-    move_to_neighbours,
-    plan_of,
-    whole_weights,
-)
+from spmdrl.tools.parity_cases import GradientAsWeight, differences, move_to_neighbours, plan_of, whole_weights
 from spmdrl.types import Sequence as Tokens
 from spmdrl.types import UserError
 

@@ -323,9 +323,11 @@ class Sized:
 
 @torch.no_grad()
 def move_to_neighbours(weights: Iterable[Tensor]) -> None:
-    """Replace each number by one of the two next to it, always the same one for the same sizes."""
+    """Replace each number of float32 by one of the two next to it, always the same one for the same sizes."""
     generator = torch.Generator().manual_seed(0)
     for weight in weights:
+        if weight.dtype != torch.float32:  # a frozen base in fewer bits, whose neighbours are far away
+            continue
         side = torch.randn(weight.shape, generator=generator).to(weight.device)
         weight.copy_(weight.nextafter(weight + side))
 

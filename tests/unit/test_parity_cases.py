@@ -65,8 +65,9 @@ def test_a_gradient_may_change_as_often_as_one_bit_changes_it() -> None:
 
 def test_weights_move_to_one_of_their_neighbours() -> None:
     weights = torch.randn(1000)
-    moved = weights.clone()
-    move_to_neighbours([moved])
+    moved, in_bits, halves = weights.clone(), torch.arange(4, dtype=torch.uint8), torch.ones(4, dtype=torch.bfloat16)
+    move_to_neighbours([in_bits, halves, moved])
+    assert in_bits.tolist() == [0, 1, 2, 3] and halves.eq(1).all()
     neighbours = [weights.nextafter(torch.full((), side)) for side in (-math.inf, math.inf)]
     is_up = moved == neighbours[1]
     assert (is_up | (moved == neighbours[0])).all() and 400 < is_up.sum() < 600
