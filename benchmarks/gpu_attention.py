@@ -130,9 +130,9 @@ def medians(
     def once(forward: Callable[[], Tensor]) -> tuple[float, float]:
         begin = now()
         out = forward()
-        between = now()
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-        return between - begin, now() - between
+        forward_s, slope, begin = now() - begin, torch.ones_like(out), now()
+        torch.autograd.grad(out, leaves, slope)
+        return forward_s, now() - begin
 
     seen = [[once(forward) for forward in ways.values()] for _ in range(UNCOUNTED + args.turns)][UNCOUNTED:]
     return {
