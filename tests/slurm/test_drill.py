@@ -59,7 +59,10 @@ def test_two_nodes_stop_before_the_time_limit_and_go_on_bit_for_bit(
 
 def test_a_time_limit_that_is_too_short_is_told_and_not_repeated(cluster: Cluster, folder: Path, drill: Drill) -> None:
     run = Run(cluster, folder, "short")
-    job = run.submit(*ENDLESS, options=(*TWO_NODES, "--time=1"))
+    # SLURM sends the signal up to a minute late, and no step may be done by then.
+    (folder / "slow.py").write_text("import time\n\ndef slow(**_):\n    time.sleep(100)\n    return 0.0\n")
+    slow = f'reward.terms=[{{ kind = "function", function = "{folder}/slow.py:slow" }}]'
+    job = run.submit(*ENDLESS, slow, "reward.timeout_s=200", options=(*TWO_NODES, "--time=1"))
     facts = job.wait_for("FAILED", "TIMEOUT")
     assert facts["ExitCode"] == "75:0" and facts["Restarts"] == "0"
     last = job.output().splitlines()[-1]
