@@ -46,8 +46,9 @@ ADAMW = OptimConfig(name="adamw", lr=1e-4, weight_decay=0.1)
 ADAMW_BOUND = 2 * ADAMW.lr * UPDATES
 ADAMW_BOUND_OF_MOST = ADAMW.lr / 10  # root of the mean square over all weights
 
-# Allowed difference of float32 sums in another order; each case gives the reason for its order. Where a tensor is so
-# ill-conditioned that this is less than rounding: so often what weights one bit apart change, and no more than that.
+# Allowed difference of float32 sums in another order; each case gives the reason for its order. A tensor that is so
+# ill-conditioned that rounding exceeds BOUND may differ by TIMES_ONE_BIT times what weights one bit apart change of it,
+# and by MOST at most.
 BOUND, TIMES_ONE_BIT, MOST = 1e-5, 4.0, 1e-3
 # Fraction of the norm of all gradients: a parameter whose gradient is smaller has a true gradient of 0, and noise.
 NEGLIGIBLE = 1e-4

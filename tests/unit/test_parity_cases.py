@@ -41,7 +41,7 @@ def test_rounding_of_a_loss_whose_terms_cancel_is_no_difference() -> None:
     assert not deviation(replace(one, loss=1e-3 + 1e-4), one).is_within
 
 
-def test_a_gradient_may_change_as_often_as_one_bit_changes_it() -> None:
+def test_a_gradient_may_differ_by_four_times_what_one_bit_changes() -> None:
     weights = {"usual": torch.ones(4), "ill-conditioned": torch.ones(4)}
     one = CaseResult(loss=1.0, loss_size=1.0, gradients=weights, after_sgd=weights, after_adamw=weights)
 
