@@ -237,22 +237,23 @@ test-newest: $(NEWEST) ## test-unit and test-spmd with the newest transformers t
 
 # DEVICE=emulated: without a GPU, on DEVICES devices of tests/emulated_cuda, which a C++ compiler builds. Triton's
 # interpreter is slow: tests of kernels alone have it, the others twins of kernels in torch. Whole runs start their
-# devices themselves, beside one rank on the CPU.
+# devices themselves, beside one rank on the CPU. TESTS="FILE ..." takes a part, and ARGS="-k ..." of these.
 DEVICES ?= 2
+TESTS ?= tests/gpu tests/e2e/test_emulated_runs.py
+GPU_TESTS := $(filter tests/gpu%,$(TESTS))
 EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
   PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
-TESTS_OF_KERNELS := tests/gpu/test_fused.py tests/gpu/test_head.py \
-  tests/gpu/test_refit_processes.py::test_digests_on_the_device_are_the_hosts
 ON_EMULATED := $(PYTEST) --timeout=1800
+NONE_IS_FINE := || test $$? -eq 5
 
 ifeq ($(DEVICE),emulated)
 test-gpu: $(TRITON) $(INSTALLED)
-	$(EMULATED) EMULATED_CUDA_PLAIN_KERNELS=1 $(ON_EMULATED) $(TESTS_OF_KERNELS:%=--deselect=%) tests/gpu || test $$? -eq 5  # 5: there are none
-	$(EMULATED) $(ON_EMULATED) $(TESTS_OF_KERNELS) || test $$? -eq 5
-	$(ONE_THREAD) $(ON_EMULATED) tests/e2e/test_emulated_runs.py || test $$? -eq 5
+	$(if $(GPU_TESTS),$(EMULATED) EMULATED_CUDA_PLAIN_KERNELS=1 $(ON_EMULATED) -m "not kernels" $(GPU_TESTS) $(NONE_IS_FINE))
+	$(if $(GPU_TESTS),$(EMULATED) $(ON_EMULATED) -m kernels $(GPU_TESTS) $(NONE_IS_FINE))
+	$(if $(filter-out tests/gpu%,$(TESTS)),$(ONE_THREAD) $(ON_EMULATED) $(filter-out tests/gpu%,$(TESTS)) $(NONE_IS_FINE))
 else
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
-	$(PYTEST) tests/gpu || test $$? -eq 5
+	$(PYTEST) $(GPU_TESTS) $(NONE_IS_FINE)
 endif
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck

@@ -57,7 +57,8 @@ def interval_of_share(total: float, squares: float, count: float) -> tuple[float
     shrunk = z * z / independent
     middle = (share + shrunk / 2) / (1 + shrunk)
     reach = z * math.sqrt(share * (1 - share) / independent + shrunk / (4 * independent)) / (1 + shrunk)
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+    low, high = max(0.0, middle - reach), min(1.0, middle + reach)
+    return (low if share > 0.0 else 0.0), (high if share < 1.0 else 1.0)  # where rounding would leave a trace
 
 
 @dataclass(frozen=True, slots=True)

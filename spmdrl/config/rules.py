@@ -303,7 +303,10 @@ def schedule_ends_with_the_run(cfg: Config | TuningConfig) -> Iterator[str]:
     num_updates = cfg.run.num_steps * (1 if isinstance(cfg, TuningConfig) else cfg.loss.updates_per_step)
     for name in ("warmup_steps", "decay_steps"):
         if (length := getattr(cfg.optim, name)) > num_updates:
-            yield f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; lower it"
+            yield (
+                f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; set "
+                f"optim.{name} to {num_updates} or less, too"
+            )
 
 
 @rule(Config, TuningConfig)

@@ -188,6 +188,8 @@ def require_model(path: str) -> None:
         is_hubs = re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
         or_this = f', or to "hf:{path}", from the hub\'s cache or with run.download = true' if is_hubs else ""
         raise UserError(f'model.path = "{path}" does not exist; set it to a directory{or_this}')
+    if Path(path, "hf", "config.json").is_file() and not Path(path, "config.json").is_file():
+        raise UserError(f'model.path = "{path}" is the folder of a run; set it to the model there, "{path}/hf"')
     if Path(path, "adapter_config.json").is_file() and not Path(path, "config.json").is_file():
         raise UserError(
             f'model.path = "{path}" holds adapters and no model; set lora.path to it, and model.path to their base'

@@ -42,6 +42,7 @@ class Shown:
 SHOWN = (
     Shown("reward/mean", "reward", "reward"),
     Shown("eval/accuracy", "eval accuracy", "eval"),
+    Shown("eval/loss", "eval loss", "eval loss"),
     Shown("update/loss", "loss", "loss"),
     Shown("pairs/accuracy", "accuracy of pairs", "accuracy"),
     Shown("pairs/margin", "margin of pairs", "margin"),
@@ -118,7 +119,7 @@ class Progress:
         changes = [
             f"{shown.label} {' -> '.join(format_number(value) for value in _ends(values))}"
             for shown, values in self.history()
-            if shown.name in ("reward/mean", "eval/accuracy", "update/loss")
+            if shown.name in ("reward/mean", "eval/accuracy", "eval/loss", "update/loss")
         ]
         done = f"step {self.step} of {self.num_steps} in {format_duration(self.elapsed_s())}"
         return "; ".join([done, *changes])

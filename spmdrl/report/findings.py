@@ -323,7 +323,8 @@ RULES = (
         name="rewards failed",
         check=counted("reward/failed_count"),
         why="a failed reward counts as 0, whatever the response was worth",
-        remedy="read `failure` in samples.jsonl and the traceback in logs/; a time limit is reward.timeout_s",
+        remedy="read `failure` in samples.jsonl, and call the function on such a response to see where it raises; a "
+        "time limit is reward.timeout_s",
         page="data.md#rewards",
     ),
     Rule(
@@ -347,7 +348,7 @@ RULES = (
         check=without(stays("reward/equal_groups_fraction", above=0.8), mostly_right),
         why="a group whose rewards are all equal has no advantages: its tokens cost time and teach nothing",
         remedy="set rollout.dynamic_sampling to replace such groups, raise rollout.group_size, or choose prompts that "
-        "are neither too easy nor too hard",
+        "are neither too easy nor too hard; where hardly any reward is above 0, read responses in samples.jsonl first",
         page="collecting.md#dynamic-sampling",
     ),
     Rule(

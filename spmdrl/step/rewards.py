@@ -163,7 +163,7 @@ def _placed(micro_batch: MicroBatch) -> Iterator[tuple[int, TurnSpan, slice]]:
 
 
 OVERLONG = "overlong"  # the part of a reward that its response's length costs
-_MAX_REASONS = 10  # that are shown in one step
+_MAX_REASONS = 3  # that are shown in one step
 
 
 def shape_rewards(
@@ -296,5 +296,6 @@ def failure_lines(step: int, rewarded: Sequence[RewardedRollout]) -> list[str]:
     shown = reasons.most_common(_MAX_REASONS)
     lines = [f"step {step}: {count} of this rank's rewards are 0: {reason}" for reason, count in shown]
     if others := reasons.total() - sum(count for _, count in shown):
-        lines.append(f"step {step}: {others} of this rank's rewards are 0 for other reasons")
+        left = f"{len(reasons) - len(shown)} other reasons, in `failure` of samples.jsonl"
+        lines.append(f"step {step}: {others} of this rank's rewards are 0 for {left}")
     return lines

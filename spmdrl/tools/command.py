@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from spmdrl import __version__
 from spmdrl.faults.text import say, tolerates_lost_output
+from spmdrl.faults.verdict import EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):
@@ -78,8 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     program = PROGRAMS[name]
     sys.argv[0] = f"spmdrl {name}"  # as usage lines name the program
-    main_of: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(program.module), program.function)
-    return main_of([*program.before, *others]) or 0
+    try:
+        main_of: Callable[[Sequence[str]], int | None]
+        main_of = getattr(importlib.import_module(program.module), program.function)
+        return main_of([*program.before, *others]) or 0
+    except KeyboardInterrupt:  # most likely while torch was imported
+        return EXIT_INTERRUPTED
 
 
 def _usage() -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from spmdrl.tools.program import inline
 
 RANKS = 2
 LAUNCHER = "spmdrl.tools.local"
-ENDED_BY_SIGNAL = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 # The demos compute on a CPU, and read nothing but what they have written.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _CHECK = "--dry-run"
@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"== {title}")
             for program in programs:
                 if code := _run(program, requests):
-                    if code in ENDED_BY_SIGNAL and not _tells_its_end(program):
-                        say(f"interrupted in {title}; the same command begins a new run", sys.stderr)
+                    if requests.received:
+                        say(_after_interrupt(title, program), sys.stderr)
                     return code
     say(f"curves: {run_folder}/curves.png    tensorboard --logdir {run_folder}/tensorboard")
     return 0
@@ -140,6 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tells_its_end(program: Sequence[str]) -> bool:
     """True for a program that ends in order when it is asked to, and says how; the others have nothing to keep."""
     return program[0] == LAUNCHER and _CHECK not in program
+
+
+def _after_interrupt(title: str, program: Sequence[str]) -> str:
+    """Say that the demo starts a new run each time, and how this program's run is resumed, if it can be."""
+    text = f"interrupted in {title}; the demo starts a new run each time"
+    if not _tells_its_end(program):
+        return text
+    command = shlex.join(["spmdrl", program[1].removeprefix("spmdrl."), *program[2:]])
+    return f"{text}; this one alone is resumed by\n    {command}"
 
 
 def _run(program: Sequence[str], requests: Requests) -> int:

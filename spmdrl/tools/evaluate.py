@@ -88,6 +88,10 @@ MAX_PROMPT_TOKENS = 2048  # of a set's question
 
 def _of_run(run: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     """The settings of a run and the folder of its model. Raises UserError where it has none, or nothing held out."""
+    if isinstance(tuned := read_run_config(str(run / "config.toml"), []), TuningConfig):
+        raise UserError(
+            f"{run} is a run of {tuned.table}, which has no rewards; give --data FILE --reward KIND, or --set NAME"
+        )
     cfg = with_files_here(read_config(Config, str(run / "config.toml"), overrides))
     if cfg.eval is None:
         raise UserError(f"{run}/config.toml has no [eval] section, so there are no held-out prompts")

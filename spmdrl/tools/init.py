@@ -51,7 +51,7 @@ from spmdrl.step.tuning_data import PairEncoder
 from spmdrl.tools.fit import fitting_settings
 from spmdrl.tools.local import MODULES, program_of, run_name
 from spmdrl.tools.model import answers_on_one_rank
-from spmdrl.tools.program import inline, option, program, writing
+from spmdrl.tools.program import ignored_interrupts, inline, option, program, writing
 from spmdrl.tools.starting import COMPARING, OPTIONS, REWARDS, TASKS, Choices, Measured, Task, starting_tables
 from spmdrl.types import UserError
 
@@ -110,7 +110,8 @@ def ask_for_verdict(model: str) -> Connection:
     say("comparing a tiny model of this kind with transformers' own code, in seconds; --no-verdict leaves it out")
     receiver, sender = multiprocessing.Pipe(duplex=False)
     # A process of its own sees no GPU, and ends with this one.
-    multiprocessing.get_context("spawn").Process(target=_give_verdict, args=(model, sender), daemon=True).start()
+    with ignored_interrupts():
+        multiprocessing.get_context("spawn").Process(target=_give_verdict, args=(model, sender), daemon=True).start()
     sender.close()
     return receiver
 
@@ -487,6 +488,8 @@ def _require_start(out: Path, choices: Choices) -> None:
         code = program_of(MODULES[choices.task])([str(out), "--dry-run", "--ranks", str(choices.num_ranks)])
     if code:
         problems = said.getvalue().partition("cannot start:")[2].strip()
+        if (folder := Path("runs", choices.name)).exists():
+            problems += f"\n{folder} is the run of this name, which would be resumed; another --name begins a new one"
         raise UserError("\n".join(line.strip().removeprefix("- ") for line in problems.splitlines()))
 
 

@@ -138,7 +138,8 @@ def _refused(problem: str) -> SystemExit:
 def run_name(model: str, data: str, task: str = "train") -> str:
     """Return a name for a run on a model and data, which may be names on a hub; training by rewards adds no word."""
     read = data.split("@")[0].removeprefix("hf:").partition(":")[0] if data.startswith("hf:") else Path(data).stem
-    text = f"{Path(model.partition('@')[0]).name}-{read}"
+    place = Path(model.partition("@")[0])
+    text = f"{place.parent.name if place.name == 'hf' else place.name}-{read}"
     name = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in text)
     return (name.lstrip("._-")[:190] or "run") + ("" if task == "train" else f"-{task}")
 
@@ -157,7 +158,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv[1:])
     arguments.module = MODULES[_task(argv)]
     if arguments.config is None:
-        parser.error("name a TOML file; `spmdrl init` writes one")
+        parser.error("name a model and its data, or a TOML file; `spmdrl init` writes one")
     if arguments.nproc is not None and arguments.nproc < 1:
         parser.error(f"--nproc {arguments.nproc}: a run has at least 1 process")
     return arguments

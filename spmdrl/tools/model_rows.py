@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ from spmdrl.tools.model_scores import (
 from spmdrl.tools.model_shrink import save_processor
 from spmdrl.tools.model_source import ModelSource
 from spmdrl.tools.parity_cases import BOUND, MOST, TIMES_ONE_BIT
+from spmdrl.tools.program import ignored_interrupts
 from spmdrl.types import Request, UserError
 from spmdrl.types import Sequence as Tokens
 
@@ -411,7 +413,8 @@ _PATIENCE_S = 240.0
 def prepare(module: str) -> None:
     """Let the process that ranks are forked from import a module, in the background."""
     _CONTEXT.set_forkserver_preload([module])
-    _CONTEXT.Process(target=os.getpid).start()
+    with ignored_interrupts():  # its forks ignore them, too
+        forkserver.ensure_running()
 
 
 def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:

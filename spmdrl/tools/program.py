@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from rich.console import Console
 from spmdrl.config.strict import shown, utf8_problem
 from spmdrl.conversation import UserError
 from spmdrl.faults.text import OUTPUT, say, silence
-from spmdrl.faults.verdict import EXIT_USER_ERROR, list_problems, make_stdio_lenient
+from spmdrl.faults.verdict import EXIT_INTERRUPTED, EXIT_USER_ERROR, list_problems, make_stdio_lenient
 
 Main = Callable[[Sequence[str] | None], int | None]
 Program = Callable[..., int]
@@ -55,6 +56,8 @@ def program(what: str) -> Callable[[Main], Program]:
             except BrokenPipeError:  # who read what was printed has seen enough
                 silence(sys.stdout)
                 return 0
+            except KeyboardInterrupt:
+                return EXIT_INTERRUPTED
             except UserError as error:
                 problem = str(error)
             except OSError as error:
@@ -68,6 +71,16 @@ def program(what: str) -> Callable[[Main], Program]:
         return ended
 
     return decorate
+
+
+@contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Start processes in this block that Ctrl-C does not reach: it ends this program, and they end with it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def option(kind: Any) -> Callable[[str], Any]:

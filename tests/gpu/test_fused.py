@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.helpers.device_sizes import CUT_OFF, EMULATED, sized
 from tests.helpers.fused_cases import CASES, EMPTY, HALF, Case, eager, gradients, inputs_of
 
+pytestmark = pytest.mark.kernels
 FUSED = pytest.mark.claim(
     "Attention and models",
     "Fused norms, rotary embeddings and SwiGLU equal plain functions, and are no further from the truth than "

@@ -25,6 +25,8 @@ from tests.helpers.logits_tiles import (
 from tests.helpers.policies import policy_of
 from tests.helpers.sequences import random_sequences
 
+pytestmark = pytest.mark.kernels
+
 HEAD = pytest.mark.claim(
     "Attention and models",
     "The head's tiles in Triton equal torch's and are no further from float64; a forward pass waits for nothing; the "

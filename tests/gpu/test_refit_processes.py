@@ -111,6 +111,7 @@ def test_a_bucket_is_not_read_before_it_is_complete(qwen3: str) -> None:
             refit(version=version)
 
 
+@pytest.mark.kernels
 @CUDA_IPC
 def test_digests_on_the_device_are_the_hosts() -> None:
     torch.manual_seed(0)

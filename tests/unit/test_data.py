@@ -112,6 +112,10 @@ def test_loading_needs_tokenizer_files(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="holds adapters and no model; set "):
         load_tokenizer(str(tmp_path / "adapters"))
+    byte_tokenizer().save_pretrained(tmp_path / "run" / "hf")
+    (tmp_path / "run" / "hf" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UserError, match=r'is the folder of a run; set it to the model there, ".*/run/hf"'):
+        load_tokenizer(str(tmp_path / "run"))
     # transformers would make an empty tokenizer here.
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')

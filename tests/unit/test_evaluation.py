@@ -58,6 +58,7 @@ def test_an_interval_covers_where_responses_to_a_prompt_are_alike(
 
 def test_an_interval_stays_within_its_bounds_and_merges() -> None:
     assert interval_of_share(0, 0, 50) == pytest.approx((0.0, 0.0747), abs=1e-3)
+    assert interval_of_share(0, 0, 42)[0] == 0.0 and interval_of_share(42, 42, 42)[1] == 1.0, "without rounding"
     assert interval_of_share(50, 50, 50) == pytest.approx((0.9253, 1.0), abs=1e-3)
     assert all(map(math.isnan, interval_of_share(1, 1, 1)))
     (low, high), (other_low, other_high) = ShareBound.both([0.0, 0.5]), ShareBound.both([1.0, 0.25])
@@ -167,6 +168,8 @@ def test_sets_have_names_in_the_cache_and_count_what_training_has(
     (tmp_path / "tuned/hf").symlink_to(tmp_path / "model")
     assert main(["tuned", "--set", "gsm8k", *short]) == 0, "a fine-tuned model is a run's too"
     assert json.loads(capsys.readouterr().out)["eval/seen_in_training_count"] == 2
+    assert main(["tuned"]) == 2
+    assert "tuned is a run of sft, which has no rewards; give --data FILE --reward KIND" in capsys.readouterr().err
     (tmp_path / "run/hf").symlink_to(tmp_path / "model")
     assert main(["run", "--trained-on", "tuned", "model.path=model", "rollout.max_response_tokens=4"]) == 0
     assert json.loads(capsys.readouterr().out)["eval/seen_in_training_count"] == 0

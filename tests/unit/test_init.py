@@ -310,6 +310,21 @@ def numbered(row: Any, number: int) -> Any:
     return row.replace("2 + 2", f"2 + {number}") if isinstance(row, str) else row
 
 
+def test_a_run_of_the_same_name_is_told_where_it_refuses_the_settings(
+    model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(_: list[str]) -> int:
+        print("cannot start: since the checkpoint of step 6, run.num_steps was 6 and is 9", file=sys.stderr)
+        return 2
+
+    monkeypatch.setattr("spmdrl.tools.init.program_of", lambda _: refuses)
+    Path("runs/model-sums").mkdir(parents=True)
+    given = ["--model", str(model), "--data", "sums.jsonl", "--reward", "exact", "--gpus", "0", "--no-verdict"]
+    assert main(given) == 2
+    assert "runs/model-sums is the run of this name, which would be resumed; another --name" in capsys.readouterr().err
+    assert not list(Path().glob("*.toml"))
+
+
 def test_one_line_starts_each_kind_of_run(
     model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,6 +383,7 @@ def test_what_a_kind_of_run_lacks_is_asked_for_in_a_sentence(
         ("hf:Qwen/Qwen3-0.6B", "hf:openai/gsm8k", "Qwen3-0.6B-openai-gsm8k"),
         ("hf:Qwen/Qwen3-0.6B@main", "hf:openai/gsm8k@main:main/train.parquet", "Qwen3-0.6B-openai-gsm8k"),
         ("models/a", "my data/é.jsonl", "a--"),
+        ("runs/tuned/hf", "sums.jsonl", "tuned-sums"),
     ],
 )
 def test_a_run_is_named_after_its_model_and_data(model: str, data: str, name: str) -> None:

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pty
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +35,8 @@ from spmdrl.faults.verdict import ErrorReport
 from spmdrl.faults.watch import Watch
 from spmdrl.report.console import PlainLines, Progress, open_display
 from spmdrl.report.files import StepRowsFile, read_rows, read_scalars
-from spmdrl.tools.program import ToolConsole, program
+from spmdrl.tools import command
+from spmdrl.tools.program import ToolConsole, ignored_interrupts, program
 from spmdrl.types import UserError
 from spmdrl.workers.channel import MAX_SIZE, bounded
 
@@ -122,6 +125,19 @@ def test_a_tool_whose_output_takes_no_more_ends_in_a_sentence(
             patch.setattr(sys, "stdout", stream)
             assert printing([]) == code
         assert capsys.readouterr().err == sentence
+
+
+def test_ctrl_c_ends_a_tool_without_words(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    assert program("cannot wait")(interrupted)([]) == 130
+    monkeypatch.setattr(command.importlib, "import_module", interrupted)  # it comes while torch is imported
+    assert command.main(["evaluate", "run"]) == 130
+    with ignored_interrupts():  # a process that starts here never hears of it, as its forks do not
+        child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
+    assert child.wait() == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert capfd.readouterr() == ("", "")
 
 
 @program("cannot watch")
