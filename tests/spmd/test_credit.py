@@ -210,6 +210,13 @@ def test_a_group_compares_rollouts_and_gigpo_their_turns_too(found: Any) -> None
         assert_same(expected, one["credits"][4])
 
 
+def test_whitened_turns_weigh_their_tokens(found: Any) -> None:
+    for one in found:
+        values = [value for of_part in one["credits"][5].values() for value in of_part]
+        assert statistics.fmean(values) == pytest.approx(0.0, abs=1e-5)
+        assert statistics.pstdev(values) == pytest.approx(1.0, rel=1e-3)
+
+
 def test_updates_do_not_depend_on_the_cut(found: Any) -> None:
     (plain, none), (echo, nats) = found[0]["updated"]
     (their_plain, _), (their_echo, their_nats) = found[1]["updated"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmdrl import checkpoint
-from spmdrl.config import OptimConfig
+from spmdrl.config import OptimConfig, ParallelConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
 from spmdrl.learn.learner import Learner
@@ -40,31 +40,43 @@ def biases(learner: Learner, meshes: Meshes) -> Biases:
     return {name: weight for name, weight in weights.items() if "e_score_correction_bias" in name}
 
 
-def _balanced(path: str, folder: str) -> tuple[Tensor, Biases, Biases, Biases, Biases]:
-    """The loads of the first step's tokens, and biases at the start, after one step, two, and two of a resumed run."""
+Found = tuple[Tensor, Biases, Biases, Biases, Biases]
+
+
+def _balanced(path: str, folder: str, layouts: list[ParallelConfig]) -> list[Found]:
+    """By layout, the loads of the first step's tokens, and biases at the start, after one step, two, and two of a
+    resumed run."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
-        meshes = build_meshes(world)
-        first, second = (start(path, meshes) for _ in range(2))
-        before = biases(first, meshes)
-        with torch.no_grad():
-            loads = first.model(lay_end_to_end(random_sequences(COUNT, seed=1), {})).expert_loads
-        update_once(first, meshes, step=1)
-        after = biases(first, meshes)
-        save_and_wait(folder, {"policy": first}, meshes, step=1)
-        update_once(first, meshes, step=2)
-        checkpoint.restore(Path(folder), {"policy": second}, meshes.training, step=1)
-        update_once(second, meshes, step=2)
-        return loads, before, after, biases(first, meshes), biases(second, meshes)
+        return [_in_layout(path, f"{folder}-{n}", build_meshes(world, one)) for n, one in enumerate(layouts)]
+
+
+def _in_layout(path: str, folder: str, meshes: Meshes) -> Found:
+    first, second = (start(path, meshes) for _ in range(2))
+    before = biases(first, meshes)
+    with torch.no_grad():
+        loads = first.model(lay_end_to_end(random_sequences(COUNT, seed=1), {})).expert_loads
+    update_once(first, meshes, step=1)
+    after = biases(first, meshes)
+    save_and_wait(folder, {"policy": first}, meshes, step=1)
+    update_once(first, meshes, step=2)
+    checkpoint.restore(Path(folder), {"policy": second}, meshes.training, step=1)
+    update_once(second, meshes, step=2)
+    return loads, before, after, biases(first, meshes), biases(second, meshes)
 
 
 def test_biases_follow_the_loads_of_all_ranks(tmp_path: Path) -> None:
     path = save_other("deepseek_v3", tmp_path / "model")
-    ((loads, before, after, straight, resumed),) = run_ranks(1, _balanced, path, str(tmp_path / "one"))
+    (((loads, before, after, straight, resumed),),) = run_ranks(
+        1, _balanced, path, str(tmp_path / "one"), [ParallelConfig()]
+    )
     assert len(before) == len(loads) > 0
     moved = torch.stack([after[layer] - before[layer] for layer in before])
     assert torch.equal(moved, RATE * (loads.mean(1, keepdim=True) - loads).sign()) and moved.any()
     assert all(torch.equal(straight[layer], resumed[layer]) for layer in before)
     assert any(not torch.equal(straight[layer], after[layer]) for layer in before)
-    for _, *others in run_ranks(2, _balanced, path, str(tmp_path / "two")):
-        for mine, theirs in zip((before, after, straight, resumed), others, strict=True):
-            assert all(torch.equal(mine[layer], theirs[layer]) for layer in before)
+    layouts = [ParallelConfig(), ParallelConfig(cp=2)]
+    for by_layout in run_ranks(2, _balanced, path, str(tmp_path / "two"), layouts):
+        for their_loads, *others in by_layout:
+            assert torch.equal(their_loads, loads)
+            for mine, theirs in zip((before, after, straight, resumed), others, strict=True):
+                assert all(torch.equal(mine[layer], theirs[layer]) for layer in before)

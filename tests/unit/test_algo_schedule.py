@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 
 from spmdrl.algo.schedules import lr_fraction
+from spmdrl.learn.update import update
 from tests.helpers import oracle
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
+
+
+def test_updates_are_numbered_through_the_steps_whether_taken_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[tuple[int, bool]] = []
+
+    def taken(*_: object, number: int, is_first: bool, **__: object) -> mock.Mock:
+        numbers.append((number, is_first))
+        return mock.Mock(beyond_kl_limit=False, metrics={})
+
+    monkeypatch.setattr("spmdrl.learn.update._optimizer_step", taken)
+    monkeypatch.setattr("spmdrl.learn.update.follow", lambda *_, **__: None)
+    learner = mock.Mock(frozen_steps=0, guards=None)
+    for step, mini_batches in enumerate(([1, 1, 1], [[], 1, 1], [1, [], []]), start=1):
+        update(learner, mini_batches, mock.Mock(), step=step)
+    assert numbers == [(1, True), (2, False), (3, False), (5, True), (6, False), (7, True)]
 
 
 def fractions(**settings: object) -> list[float]:

@@ -15,16 +15,18 @@ from torch import Tensor
 from spmdrl.algo.metrics import Mean, fetched, merge_all, scalars
 from spmdrl.config import LossConfig
 from spmdrl.conversation import Action, Message, Observation, ToolCall
+from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.learn.update import _reduced
 from spmdrl.model.policy import TokenLogprobs
 from spmdrl.step.advantages import _penalised, _token_columns
-from spmdrl.step.batch import lay_end_to_end, to_sequences
+from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end, to_sequences
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.step.rewards import rollout_metrics, state_of
 from spmdrl.step.samples import ENDS
 from spmdrl.types import ImageSpan, MicroBatch, RewardedRollout, Sequence, Trajectory, Turn, TurnSpan
 from tests.helpers import oracle
+from tests.helpers.configs import plan_for
 from tests.helpers.episodes import FAILED, MASKED, UNSAMPLED, random_episodes
 from tests.helpers.models import VOCABULARY
 from tests.helpers.sequences import random_sequences
@@ -125,6 +127,17 @@ def logprobs_of(logits: Tensor, micro_batch: MicroBatch, wanted: Tensor) -> Toke
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)[:-1]
     shifted = (torch.cat([x.new_zeros(1), x]) for x in (logprobs, entropy))
     return TokenLogprobs(*(torch.where(wanted & (micro_batch.positions != 0), x, 0.0) for x in shifted))
+
+
+def test_an_algorithm_counts_what_environments_say_in_its_own_sequences_alone() -> None:
+    infos = [
+        SequenceInfo(index=n, num_tokens=20, num_loss_tokens=loss, num_read_tokens=read, rank=0, algorithm=place)
+        for n, (loss, read, place) in enumerate([(4, 3, 0), (6, 5, 0), (2, 7, 1), (3, 0, 1)])
+    ]
+    weightings = [_Weighting("token_mean", 0.4), _Weighting("sequence_mean_token_mean", 0.7, weight=2.0)]
+    loss, more = _weights(infos, plan_for(4, 1), weightings, None)
+    assert loss == pytest.approx({0: 1 / 10, 1: 1 / 10, 2: 2 / (2 * 2), 3: 2 / (2 * 3)})
+    assert more["environment"] == pytest.approx({0: 0.4 / 8, 1: 2 * 0.7 / 7})
 
 
 def test_what_environments_say_has_a_loss_of_its_own_and_all_else_no_gradient() -> None:

@@ -40,6 +40,17 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 1))
 
 
+def test_norms_and_biases_are_not_decayed() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimConfig(name="sgd", lr=0.1, momentum=0.0, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name == "0.weight" else 1.0))
+
+
 def learned(settings: dict[str, Any], *, on_host: bool, stop_after: int | None = None) -> tuple[list[Tensor], Any]:
     """Weights after four steps, and the optimizer; saved and restored into new ones in between if asked for."""
     cfg = OptimConfig(**({"lr": 0.1, "state_on_host": on_host} | settings))

@@ -179,9 +179,14 @@ def _by_number_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return F.linear(x[..., :half], weight[:, :half]) + F.linear(x[..., half:], weight[:, half:], bias)
 
 
+def _silu_by_number_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """`F.silu`, rounded in another place from 32 rows on; without vector instructions it always is in the same."""
+    return F.silu(x) if x[..., 0].numel() < 32 else x / (1 + torch.exp(-x))
+
+
 PLAIN_OPERATORS = {
     "linear": (invariant, "linear", _by_number_of_rows),
-    "silu": (invariant, "silu", F.silu),
+    "silu": (invariant, "silu", _silu_by_number_of_rows),
     "attention": (runner, "attend_to_cache_in_tiles", runner.attend_to_cache),
     "log-probabilities": (runner, "sample_with_head_logprobs", lambda _, *sampling: sample_tokens(*sampling)),
 }
@@ -190,7 +195,6 @@ PLAIN_OPERATORS = {
 @pytest.mark.parametrize("operator", PLAIN_OPERATORS)
 def test_one_plain_operator_is_seen(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of the plain operators in an otherwise invariant model the mismatch leaves zero."""
-    # 39 columns are no multiple of what a vector instruction takes, so that SiLU has numbers left over.
     path = save_qwen3(tmp_path, intermediate_size=39, max_position_embeddings=512)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=IMPLEMENTATION)
     asked = requests(7)
