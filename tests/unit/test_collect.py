@@ -887,6 +887,8 @@ def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
     before.steps(1, 2)
     saved = before.state(2)
     assert saved["carried"]
+    rates = {"0": {"7": {"success": 0.25, "visits": 2}}}
+    saved["curriculum"] = {"rows": rates, "recent": {"a": [0.25]}, "opened": ["b"], "source_rows": [40, None]}
     after = start(PARTIAL, [FakeEngine() for _ in range(3)])
     for collector in after.collectors:
         collector.restore(saved, step=2)
@@ -895,6 +897,7 @@ def test_groups_that_go_on_are_dealt_to_another_number_of_ranks() -> None:
     for samples, _ in after.steps(3, 6):
         assert not everything.keys() & samples.keys()
         everything |= samples
+    assert after.state(6)["curriculum"] == saved["curriculum"]
     assert {group["prompt_id"] for group in saved["carried"]} <= {prompt_id for prompt_id, _ in everything}
 
 
