@@ -20,6 +20,7 @@ from spmdrl.config import CheckpointConfig, Config
 from spmdrl.dist.collectives import barrier
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn.learner import LossScale
 from spmdrl.types import UserError
 from tests.helpers.configs import minimal_config
 from tests.helpers.files import flip_bit
@@ -58,6 +59,7 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
             update_once(learner, meshes, step=step)
             states.append(full_state(learner))
             measured = {"eval/reward": reward, "update/lr": float("nan")}
+            learner.loss_scale.scale = 2.0**step  # exact in the gradients
             saver.save(
                 step,
                 metrics=measured if step % 2 else {},
@@ -96,6 +98,7 @@ def _restored(path: str, folder: str, steps: list[int]) -> list[dict[str, Tensor
             learner = start_learner(path, meshes)
             checkpoint.restore(Path(folder), {"policy": learner}, meshes.training, step=step)
             states.append(full_state(learner))
+            assert learner.loss_scale == LossScale(scale=2.0**step, good_updates=step)
             assert checkpoint.collector_state(Path(folder), step=step) == {
                 "cursor": step,
                 "sampling": {},

@@ -1,13 +1,15 @@
-"""Coefficients that follow a target, and what length costs."""
+"""Coefficients that follow a target, what length costs, and the scale of a float16 loss."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from spmdrl.algo.advantage import overlong_penalty
 from spmdrl.algo.schedules import next_entropy_coef, next_kl_coef
 from spmdrl.config import Config
 from spmdrl.learn.coefficients import ENTROPY, KL_IN_REWARD, adapt_coefficients, starting_coefficients
+from spmdrl.learn.learner import LossScale
 
 TABLES = {
     "run": {"name": "x", "num_steps": 1},
@@ -67,3 +69,22 @@ def test_coefficients_with_a_target_are_adapted_and_no_others() -> None:
     one = {KL_IN_REWARD: 0.2}
     adapt_coefficients(one, values, fixed, rollouts=10)
     assert one == {KL_IN_REWARD: pytest.approx(0.2 * 1.01)}
+
+
+def test_the_scale_of_a_float16_loss_halves_with_an_overflow_and_doubles_after_200_updates_without() -> None:
+    scale = LossScale.for_dtype(torch.float16)
+
+    def after_updates(count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            scale.succeeded()
+            found.append(scale.scale)
+        return found
+
+    assert after_updates(199) == [2.0**16] * 199
+    assert scale.overflowed()
+    assert after_updates(400) == [2.0**15] * 199 + [2.0**16] * 200 + [2.0**17], "counted from the overflow"
+    scale.scale = 1.0
+    assert not scale.overflowed() and scale.scale == 1.0, "no scale is to blame"
+    scale = LossScale.for_dtype(torch.bfloat16)
+    assert set(after_updates(400)) == {1.0} and not scale.overflowed()
