@@ -122,20 +122,28 @@ def test_one_flipped_bit_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     assert "after the refit to version 3" in first and "model.layers.0" in first
 
 
-def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
-    """Refit another process through shared memory; what differs there, and files that refits after the first left."""
+def _opened(path: str, num_refits: int) -> tuple[list[str], int, list[int]]:
+    """Refit another process through shared memory; what differs there, files that refits after the first left, and the
+    versions that were compared."""
     engine = OtherProcess(torch.device("cpu"), transport="shared_memory")  # before the session has threads
     with spmd_session(threads_per_rank=1, deterministic=False) as world:
         meshes = build_meshes(world)
         policy = load_policy(model_config(path), meshes.model, temperature=1.0)
         refit = Refit(policy, engine, meshes, RefitConfig(bucket_bytes=2**14, verify=num_refits), dtype=torch.float32)
+        compared, differing_there = list[int](), engine.differing
+
+        def differing_noted(expected: dict[str, str]) -> list[str]:
+            compared.append(engine.version)
+            return differing_there(expected)
+
+        engine.differing = differing_noted  # type: ignore[method-assign]
         refit(version=0)
         before = len(os.listdir("/dev/shm"))
         for version in range(1, num_refits + 1):
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.to_local().mul_(1.01).add_(0.001)
-            refit(version=version)  # the last one compares digests
+            refit(version=version)
         growth = len(os.listdir("/dev/shm")) - before
         held = engine.weights()
         differing = [
@@ -145,10 +153,11 @@ def _opened(path: str, num_refits: int) -> tuple[list[str], int]:
         ]
         engine.close()
         del policy, refit
-        return differing, growth
+        return differing, growth, compared
 
 
 def test_another_process_opens_the_buckets_and_leaves_nothing(tmp_path: Path) -> None:
-    for differing, growth in run_ranks(2, _opened, save_qwen3(tmp_path), 10):
+    for differing, growth, compared in run_ranks(2, _opened, save_qwen3(tmp_path), 10):
         assert differing == []
+        assert compared == [0, 10], "the first and every tenth"
         assert growth <= 2  # of other programs
