@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import tomllib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.dist.exchange import SequenceInfo
 from spmdrl.memory.device import GIB
 from spmdrl.memory.phase import PhaseMemory
-from spmdrl.model.frozen import Follower
+from spmdrl.model.frozen import Follower, FrozenModel
 from spmdrl.preflight.checks import (
     OpenedModel,
     _image_problem,
@@ -48,7 +50,18 @@ from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end, to_sequences
 from spmdrl.step.hints import Lessons, hinted, unhinted
 from spmdrl.step.teachers import penalty, sampled_metrics, teacher_lines
 from spmdrl.tools.tiny_model import character_tokenizer, save_tiny_model
-from spmdrl.types import NO_TEACHER, Hint, Prompt, Response, RewardedRollout, RewardOutcome, Span, Trajectory, UserError
+from spmdrl.types import (
+    NO_TEACHER,
+    Hint,
+    MicroBatch,
+    Prompt,
+    Response,
+    RewardedRollout,
+    RewardOutcome,
+    Span,
+    Trajectory,
+    UserError,
+)
 from tests.helpers.configs import minimal_config, plan_for
 from tests.helpers.models import QWEN3, needs_expert_plans, save_qwen3
 from tests.helpers.rollouts import one_turn
@@ -101,6 +114,39 @@ def test_the_reference_is_one_of_the_models() -> None:
         lora={}, loss={"kl_coef": 0.1}, models={"base": {"adapters": "off"}}, distill={"teacher": "base"}
     )
     assert all(one.is_own_base for one in adapted.frozen_models.values()) and len(adapted.frozen_models) == 2
+
+
+def test_the_policys_own_base_takes_its_own_experts_and_not_those_of_the_policy() -> None:
+    state = {"adapters": "on", "temperature": 1.0}
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    @contextmanager
+    def changed(**changes: Any) -> Iterator[None]:
+        before = dict(state)
+        state.update(changes)
+        yield
+        state.update(before)
+
+    class Model:
+        adapters = SimpleNamespace(off=lambda: changed(adapters="off"))
+
+        def at_temperature(self, value: float) -> AbstractContextManager[None]:
+            return changed(temperature=value)
+
+        def __call__(self, micro_batch: MicroBatch, *_: Any, **__: Any) -> None:
+            seen.append((micro_batch.routes, dict(state)))
+
+        hidden = top_tokens = __call__
+
+    micro_batch = lay_end_to_end(random_sequences(2), {}, multiple=1)
+    micro_batch = replace(micro_batch, routes=torch.zeros(len(micro_batch.token_ids), 1, 2, dtype=torch.int16))
+    model: Any = Model()
+    base = FrozenModel(model, 0.7, is_own_base=True)
+    base(micro_batch)
+    base.hidden(micro_batch, 0)
+    base.top_tokens(micro_batch, 0, k=1, num_rows=1)
+    assert seen == [(None, {"adapters": "off", "temperature": 0.7})] * 3
+    assert state == {"adapters": "on", "temperature": 1.0}
 
 
 def test_every_teacher_has_a_denominator_of_its_own() -> None:
