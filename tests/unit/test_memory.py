@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from spmdrl.config import Config
 from spmdrl.memory.device import (
     GIB,
     MemoryPlan,
@@ -145,13 +146,28 @@ def test_a_device_that_holds_one_side_is_planned_for_that_side() -> None:
     assert "together more than the device's 3.0 GiB" in problem and "sleeping engine" not in problem
     cfg = minimal_config(rollout=apart)
 
-    def sentences(device_gib: float) -> list[str]:
+    def sentences(device_gib: float, cfg: Config = cfg) -> list[str]:
         sizes = {"compute_bytes": 2, "device_bytes": int(device_gib * GIB), "bucket_bytes": 2**28}
         return list(engine_problems(cfg, BILLION, CUDA, **sizes))
 
     assert not sentences(4)
     (problem,) = sentences(3)
     assert problem.startswith("an engine's weights take 2.0 GiB and a bucket of a refit 0.2 GiB, of the 2.0 GiB")
+
+    def with_share(share: float) -> list[str]:
+        rollout = cfg.rollout.model_copy(update={"engine": "sglang", "memory_fraction": share})
+        return sentences(11, cfg.model_copy(update={"rollout": rollout}))
+
+    assert not with_share(0.97)  # 9.7 of 10 GiB, and 0.25 for the bucket
+    (problem,) = with_share(0.98)
+    assert problem.startswith(
+        "rollout.memory_fraction = 0.98 gives an engine 9.8 GiB, and an engine's weights take 2.0"
+    )
+    assert not with_share(0.2)
+    (problem,) = with_share(0.19)
+    assert problem.startswith(
+        "rollout.memory_fraction = 0.19 gives an engine 1.9 GiB, and an engine's weights take 2.0"
+    )
 
 
 @pytest.mark.parametrize("save", [save_qwen3, save_llama])
