@@ -87,7 +87,6 @@ def restore(folder: Path, learners: Mapping[str, Learner], mesh: DeviceMesh, *, 
         learner.model.refresh()
         for of, follower in learner.followers.items():
             set_model_state_dict(follower.model, states[name].followers[of])
-            follower.model.refresh()
         if not saved[name].has_state:  # torch made up the state that was saved
             learner.optimizer.state.clear()
         _restore_numbers(learner, saved[name])

@@ -142,4 +142,3 @@ class Follower:
             assert name == other_name, f"{name} would follow {other_name}"
             mine, its = map(local_part, (own, other))
             mine.lerp_(its.to(mine.device, mine.dtype), 1.0 - self.decay)
-        self.model.refresh()

@@ -490,9 +490,6 @@ class _OneWeight(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
 
-    def refresh(self) -> None:
-        """A policy takes over what has changed."""
-
 
 def test_a_teachers_right_answers_become_rows_to_imitate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
