@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from spmdrl.cpu.dense_decoder import LAYERS
 from spmdrl.engine.torch.cache import RowContents
 from spmdrl.engine.torch.engine import TorchEngine
-from spmdrl.engine.torch.sampling import RowSampling, sample_tokens
+from spmdrl.engine.torch.sampling import RowSampling, _nucleus, sample_tokens
 from spmdrl.engine.torch.scheduler import CachedPrefix, Prefix, PrefixCache
 from spmdrl.model.attention import IMPLEMENTATION, packed_attention
 from spmdrl.model.layer_kinds import recurrent_layers
@@ -436,6 +436,7 @@ def test_a_cached_prefix_serves_what_begins_with_it_alone() -> None:
     aging.store(old)
     assert aging.find(prefix(2, 3, 4, version=2)) is None, "a request of its own is served by older weights"
     assert aging.find(prefix(2, 3, 4, version=3), continues=True) is old
+    assert aging.find(prefix(2, 3, 4, version=0), continues=True) is None, "newer weights have read it"
     aging.store(replace(old, prefix=prefix(2, 3, version=3)))  # it went on, and was aborted again
     assert aging.find(prefix(2, 3, 4, version=4), continues=True) is None, "a row is older than it may be"
 
@@ -522,6 +523,9 @@ def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     seen = frequencies(p.log().tolist(), top_p=0.75)
     torch.testing.assert_close(seen, torch.tensor([0.625, 0.375, 0.0, 0.0]), rtol=0, atol=0.01)
+    asked = [Request(prompt_ids=(), seed=0, max_response_tokens=1, top_p=top_p) for top_p in (0.5, 0.75)]
+    left, _ = _nucleus(torch.tensor([[0.25, 0.5, 0.25]] * 2), RowSampling.of(asked, [0, 0], torch.device("cpu")))
+    assert left.count_nonzero(dim=1).tolist() == [1, 2] and left[0, 1] == 0.5, "a set of exactly top_p is sufficient"
 
 
 def test_greedy_takes_the_best() -> None:
