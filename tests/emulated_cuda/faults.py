@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,24 @@ import torch.distributed as dist
 CUDA = torch.device("cuda")
 OPENER = """
 import pickle, sys, torch
-torch.UntypedStorage._new_shared_cuda(*pickle.load(sys.stdin.buffer))
+storages = []  # as long as they are here, nothing waits for what uses them
+while True:
+    try:
+        program, handle = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    problem = None
+    try:
+        if handle:
+            storages.append(torch.UntypedStorage._new_shared_cuda(*handle))
+            x = torch.empty(0, device="cuda").set_(storages[-1])
+        exec(program)
+    except RuntimeError as error:
+        problem = str(error)
+    pickle.dump(problem, sys.stdout.buffer)
+    sys.stdout.flush()
 """
+READ = "x.tolist()"
 FAULTS: list[Callable[[], None]] = []
 
 
@@ -38,6 +56,22 @@ def legal(function: Callable[[], None]) -> Callable[[], None]:
 
 def values(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, 1.0 + torch.Size(shape).numel(), device=CUDA).view(shape)
+
+
+@functools.cache
+def opener() -> subprocess.Popen[bytes]:
+    """The process that opens handles. It ends with this one."""
+    return subprocess.Popen([sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def open_and(program: str, arguments: tuple[Any, ...] = ()) -> None:
+    """Run a program in another process, in which x is the memory of a handle, if there is one; raise what it raises."""
+    process = opener()
+    assert process.stdin and process.stdout
+    pickle.dump((program, arguments), process.stdin)
+    process.stdin.flush()
+    if problem := pickle.load(process.stdout):
+        raise RuntimeError(problem)
 
 
 @fault
@@ -149,20 +183,41 @@ def a_handle_that_outlives_its_memory() -> None:
     arguments = x.untyped_storage()._share_cuda_()
     torch.UntypedStorage._release_ipc_counter_cuda(arguments[4], arguments[5])
     del x
-    opener = subprocess.run([sys.executable, "-c", OPENER], input=pickle.dumps(arguments), capture_output=True)
-    if opener.returncode:
-        raise RuntimeError(opener.stderr.decode().splitlines()[-1])
+    open_and("", arguments)
 
 
 @fault
 def a_write_that_another_process_may_see_too_early() -> None:
     x = values(4)
+    torch.cuda.synchronize()
     arguments = x.untyped_storage()._share_cuda_()
     x.add_(1)
-    program = OPENER.replace("torch.Unt", "s = torch.Unt") + "torch.empty(0, device=s.device).set_(s).tolist()\n"
-    opener = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(arguments), capture_output=True)
-    if opener.returncode:
-        raise RuntimeError(opener.stderr.decode().splitlines()[-1])
+    open_and(READ, arguments)
+
+
+@fault
+def a_handle_to_what_is_not_written_yet() -> None:
+    open_and(READ, values(4).mul_(2).untyped_storage()._share_cuda_())
+
+
+@fault
+def a_handle_to_what_another_stream_writes() -> None:
+    x, side = values(4), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    torch.cuda.current_stream().synchronize()
+    open_and(READ, x.untyped_storage()._share_cuda_())
+
+
+@legal
+def a_handle_to_what_was_waited_for() -> None:
+    x, side = values(4), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    side.synchronize()
+    open_and(READ, x.untyped_storage()._share_cuda_())
 
 
 @fault

@@ -36,6 +36,9 @@ ALONE = {
     "a_read_of_memory_that_was_freed": "freed memory reads [nan, nan, nan, nan]",
     "a_handle_that_outlives_its_memory": "invalid resource handle: its memory was freed",
     "a_write_that_another_process_may_see_too_early": "a process that has not waited for its own writes",
+    "a_handle_to_what_is_not_written_yet": "a process that has not waited for its own writes",
+    "a_handle_to_what_another_stream_writes": "a process that has not waited for its own writes",
+    "a_handle_to_what_was_waited_for": NOTHING,
     "more_memory_than_there_is": "CUDA out of memory",
 }
 ON_TWO_RANKS = {

@@ -10,10 +10,12 @@ inline std::string share(const Tensor& tensor) {
   Guarded guard(lock());
   auto* block = DeviceMemory::block_of(tensor.storage().data_ptr());
   TORCH_CHECK(block, "CUDA error: invalid argument: memory that another process owns cannot be shared again");
+  auto& memory = DeviceMemory::get();
   auto& handles = Handles::get();
   if (block->ipc_slot < 0) block->ipc_slot = handles.open_slot();
   auto& slot = handles.table->slots[block->ipc_slot];
   ++slot.users;  // the receiver to be
+  memory.see_unfinished(*block);
   std::ostringstream out;
   out << getpid() << " " << block->segment->fd << " " << block->segment->size << " " << handles.fd << " "
       << block->ipc_slot << " " << slot.generation << " " << (block->base - block->segment->base) << " "

@@ -137,13 +137,18 @@ struct DeviceMemory : c10::Allocator {
       if (!std::exchange(opened->reading, true)) ++opened->slot->readers;
     }
   }
-  void host_has_waited() {
+  static bool waits(const Tracked& memory, bool writes_alone = false) {
     auto& host = Runtime::get().host;
-    auto waits = [&](const Tracked& memory) {
-      return std::any_of(memory.accesses.begin(), memory.accesses.end(), [&](const Access& access) {
-        return access.tick > host.of(access.stream);
-      });
-    };
+    return std::any_of(memory.accesses.begin(), memory.accesses.end(), [&](const Access& access) {
+      return access.tick > host.of(access.stream) && (access.write || !writes_alone);
+    });
+  }
+  // What a block was used for before it had a handle counts as what comes after does.
+  void see_unfinished(Block& block) {
+    if (waits(block, true)) Handles::get().table->slots[block.ipc_slot].unfinished = 1;
+    if (waits(block)) shared.insert(&block);
+  }
+  void host_has_waited() {
     for (auto* block : std::exchange(shared, {}))
       if (waits(*block)) shared.insert(block);
       else if (block->ipc_slot >= 0) Handles::get().table->slots[block->ipc_slot].unfinished = 0;
