@@ -221,6 +221,30 @@ def a_handle_to_what_was_waited_for() -> None:
 
 
 @fault
+def a_read_of_what_another_process_has_not_written_yet() -> None:
+    x = values(4)
+    torch.cuda.synchronize()
+    open_and("x.zero_()", x.untyped_storage()._share_cuda_())
+    x.tolist()
+
+
+@fault
+def a_write_to_what_its_owner_has_not_read_yet() -> None:
+    x = values(4)
+    torch.cuda.synchronize()
+    x.clone()
+    open_and("x.zero_()", x.untyped_storage()._share_cuda_())
+
+
+@legal
+def a_read_of_what_another_process_has_written() -> None:
+    x = values(4)
+    torch.cuda.synchronize()
+    open_and("x.add_(1); torch.cuda.synchronize()", x.untyped_storage()._share_cuda_())
+    assert x.tolist() == [2.0, 3.0, 4.0, 5.0], x
+
+
+@fault
 def more_memory_than_there_is() -> None:
     torch.empty(2**40, dtype=torch.uint8, device=CUDA)
 

@@ -39,6 +39,9 @@ ALONE = {
     "a_handle_to_what_is_not_written_yet": "a process that has not waited for its own writes",
     "a_handle_to_what_another_stream_writes": "a process that has not waited for its own writes",
     "a_handle_to_what_was_waited_for": NOTHING,
+    "a_read_of_what_another_process_has_not_written_yet": "reads memory that another process may still write",
+    "a_write_to_what_its_owner_has_not_read_yet": "writes memory that another process may still use",
+    "a_read_of_what_another_process_has_written": NOTHING,
     "more_memory_than_there_is": "CUDA out of memory",
 }
 ON_TWO_RANKS = {

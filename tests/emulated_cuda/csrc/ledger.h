@@ -75,11 +75,13 @@ struct Ledger {
   }
 };
 
-// The handles that this process has given away. A slot counts the processes that have it open or are about to.
+// The handles that this process has given away. A slot counts the processes that have it open or are about to, and
+// those that have not waited for their reads or writes (`readers`) or for their writes (`writers`).
 struct Handles {
   static constexpr int MAX_SLOTS = 65536;
   struct Slot {
-    std::atomic<int64_t> generation, users, unfinished, readers;
+    std::atomic<int64_t> generation, users, readers, writers;
+    std::atomic<int64_t> unfinished, used_by_owner;  // its owner has not waited for writes, for reads or writes
   };
   struct Table {
     Slot slots[MAX_SLOTS];
@@ -99,7 +101,8 @@ struct Handles {
   int open_slot() {
     for (int i = 0; i < MAX_SLOTS; ++i)
       if (table->slots[i].generation == 0) {
-        table->slots[i].users = table->slots[i].unfinished = table->slots[i].readers = 0;
+        auto& slot = table->slots[i];
+        slot.users = slot.readers = slot.writers = slot.unfinished = slot.used_by_owner = 0;
         table->slots[i].generation = ++last_generation;
         return i;
       }

@@ -65,7 +65,7 @@ struct Imported : Tracked {
   void* mapping = nullptr;
   size_t mapping_size = 0;
   Handles::Slot* slot = nullptr;
-  bool reading = false;
+  bool reading = false, writing = false;  // what this process has not waited for; a write is both
   static void release(void* context);
 };
 
@@ -129,12 +129,24 @@ struct DeviceMemory : c10::Allocator {
     if (auto* block = block_of(pointer); block && block->ipc_slot >= 0) {
       auto& slot = Handles::get().table->slots[block->ipc_slot];
       TORCH_CHECK(!write || slot.readers == 0, by, " writes memory that another process may still use");
+      TORCH_CHECK(slot.writers == 0, by, " reads memory that another process may still write");
       if (write) slot.unfinished = 1;
+      slot.used_by_owner = 1;
       shared.insert(block);
     } else if (pointer.get_deleter() == &Imported::release) {
       auto* opened = static_cast<Imported*>(pointer.get_context());
-      TORCH_CHECK(opened->slot->unfinished == 0, by, " uses memory of a process that has not waited for its own writes");
-      if (!std::exchange(opened->reading, true)) ++opened->slot->readers;
+      auto& slot = *opened->slot;
+      TORCH_CHECK(slot.unfinished == 0, by, " uses memory of a process that has not waited for its own writes");
+      int64_t readers = 0, writers = 0;  // that are this process
+      for (auto* other : imported) {
+        readers += other->slot == &slot && other->reading;
+        writers += other->slot == &slot && other->writing;
+      }
+      TORCH_CHECK(slot.writers == writers, by, " uses memory that another process may still write");
+      bool idle = slot.used_by_owner == 0 && slot.readers == readers;
+      TORCH_CHECK(!write || idle, by, " writes memory that another process may still use");
+      if (!std::exchange(opened->reading, true)) ++slot.readers;
+      if (write && !std::exchange(opened->writing, true)) ++slot.writers;
     }
   }
   static bool waits(const Tracked& memory, bool writes_alone = false) {
@@ -145,18 +157,30 @@ struct DeviceMemory : c10::Allocator {
   }
   // What a block was used for before it had a handle counts as what comes after does.
   void see_unfinished(Block& block) {
-    if (waits(block, true)) Handles::get().table->slots[block.ipc_slot].unfinished = 1;
-    if (waits(block)) shared.insert(&block);
+    if (!waits(block)) return;
+    auto& slot = Handles::get().table->slots[block.ipc_slot];
+    slot.used_by_owner = 1;
+    if (waits(block, true)) slot.unfinished = 1;
+    shared.insert(&block);
   }
   void host_has_waited() {
-    for (auto* block : std::exchange(shared, {}))
+    for (auto* block : std::exchange(shared, {})) {
       if (waits(*block)) shared.insert(block);
-      else if (block->ipc_slot >= 0) Handles::get().table->slots[block->ipc_slot].unfinished = 0;
-    for (auto* opened : imported)
+      if (block->ipc_slot < 0) continue;
+      auto& slot = Handles::get().table->slots[block->ipc_slot];
+      if (!waits(*block, true)) slot.unfinished = 0;
+      if (!waits(*block)) slot.used_by_owner = 0;
+    }
+    for (auto* opened : imported) {
+      if (opened->writing && !waits(*opened, true)) {
+        opened->writing = false;
+        --opened->slot->writers;
+      }
       if (opened->reading && !waits(*opened)) {
         opened->reading = false;
         --opened->slot->readers;
       }
+    }
   }
   static Block* block_of(const c10::DataPtr& pointer) {
     return pointer.get_deleter() == &DeviceMemory::release ? static_cast<Block*>(pointer.get_context()) : nullptr;
@@ -327,6 +351,7 @@ inline void Imported::release(void* context) {
   Guarded guard(lock());
   DeviceMemory::get().imported.erase(memory);
   if (memory->reading) --memory->slot->readers;
+  if (memory->writing) --memory->slot->writers;
   --memory->slot->users;
   munmap(memory->mapping, memory->mapping_size);
   delete memory;
