@@ -80,6 +80,38 @@ def a_host_tensor_in_a_kernel() -> None:
 
 
 @fault
+def values_of_the_host_at_indices_of_the_device() -> None:
+    values(4)[torch.tensor([0, 1], device=CUDA)] = torch.tensor([7.0, 8.0])
+
+
+@legal
+def a_number_of_the_host_at_indices_of_the_host() -> None:
+    x = values(4)
+    x[torch.tensor([0, 1])] = torch.tensor(7.0)
+    assert x.tolist() == [7.0, 7.0, 3.0, 4.0], x
+
+
+@fault
+def an_index_of_the_host() -> None:
+    torch.index_select(values(4), 0, torch.tensor(1))
+
+
+@fault
+def a_mask_of_the_host() -> None:
+    values(4).masked_fill(torch.tensor(True), 0.0)
+
+
+@fault
+def a_number_of_the_host_beside_matrices() -> None:
+    torch.addmm(torch.tensor(1.0), values(2, 2), values(2, 2))
+
+
+@fault
+def a_result_for_the_host() -> None:
+    torch.sum(values(4), dim=0, out=torch.empty(()))
+
+
+@fault
 def tensors_of_two_devices() -> None:
     values(3) + values(3).to("cuda:1")
 

@@ -23,6 +23,12 @@ NOTHING = "NOT FOUND"  # in a program that is right
 # What finds each fault; the second group runs on two ranks, and both have to find it.
 ALONE = {
     "a_host_tensor_in_a_kernel": "cuda:0 and cpu!",
+    "values_of_the_host_at_indices_of_the_device": "cuda:0 and cpu! (aten::_index_put_impl_)",
+    "a_number_of_the_host_at_indices_of_the_host": NOTHING,
+    "an_index_of_the_host": "cuda:0 and cpu! (aten::index_select)",
+    "a_mask_of_the_host": "cuda:0 and cpu! (aten::masked_fill_",
+    "a_number_of_the_host_beside_matrices": "cuda:0 and cpu! (aten::addmm",
+    "a_result_for_the_host": "cuda:0 and cpu! (aten::sum",
     "tensors_of_two_devices": "cuda:0 and cuda:1!",
     "no_synchronize_before_a_host_read": "read before the copy had ended: [nan, nan, nan, nan]",
     "a_pinned_source_reused_before_its_copy_ended": "pinned memory was changed before a copy from it had ended",

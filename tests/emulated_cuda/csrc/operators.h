@@ -106,10 +106,14 @@ inline const Tensor& resize_to(const Tensor& self, at::IntArrayRef sizes, std::o
   return self;
 }
 
-// Operators that take tensors of the host beside those of the device, and those after which the host has to wait.
-inline const std::set<std::string> TAKE_HOST_TENSORS = {
+// Operators whose indices may be on the host, those that refuse even numbers of the host, whatever the overload and in
+// place too, and those after which the host has to wait.
+inline const std::set<std::string> TAKE_HOST_INDICES = {
     "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index.Tensor_out",
     "aten::index_put.out", "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put"};
+inline const std::set<std::string> REFUSE_HOST_NUMBERS = {
+    "aten::index_select", "aten::index_add", "aten::index_copy", "aten::gather", "aten::scatter", "aten::scatter_add",
+    "aten::take", "aten::put", "aten::masked_scatter", "aten::addmm", "aten::addmv", "aten::addbmm", "aten::baddbmm"};
 inline const std::set<std::string> SYNCHRONIZE = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
     "aten::bincount", "aten::equal", "aten::_linalg_check_errors"};
@@ -129,11 +133,19 @@ struct Call {
   explicit Call(const c10::OperatorHandle& op_)
       : op(op_), name(toString(op_.operator_name())), synchronizes(SYNCHRONIZE.count(name) > 0) {}
 
-  Tensor take(const Tensor& tensor, bool write) {
+  bool takes_from_host(const Tensor& tensor, bool write, const std::string& argument) const {
+    if (tensor.device().is_meta()) return true;
+    if (argument == "indices" && TAKE_HOST_INDICES.count(name)) return true;
+    auto plain = name.substr(0, name.find('.'));
+    if (plain.back() == '_') plain.pop_back();
+    bool is_mask = argument == "mask" && plain == "aten::masked_fill";
+    return tensor.dim() == 0 && !write && !is_mask && !REFUSE_HOST_NUMBERS.count(plain);
+  }
+  Tensor take(const Tensor& tensor, bool write, const std::string& argument) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
       TORCH_CHECK(
-          tensor.dim() == 0 || tensor.device().is_meta() || TAKE_HOST_TENSORS.count(name),
+          takes_from_host(tensor, write, argument),
           "Expected all tensors to be on the same device, but found at least two devices, cuda:", std::max(device, 0),
           " and ", tensor.device(), "! (", name, ")");
       return tensor;
@@ -157,16 +169,16 @@ struct Call {
   }
   c10::IValue translate(const c10::Argument& declared, const c10::IValue& value) {
     bool write = declared.alias_info() && declared.alias_info()->isWrite();
-    if (value.isTensor()) return take(value.toTensor(), write);
+    if (value.isTensor()) return take(value.toTensor(), write, declared.name());
     if (value.isTensorList()) {
       std::vector<Tensor> taken;
-      for (const Tensor& tensor : value.toTensorVector()) taken.push_back(take(tensor, write));
+      for (const Tensor& tensor : value.toTensorVector()) taken.push_back(take(tensor, write, declared.name()));
       return taken;
     }
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> taken;
       for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-        taken.push_back(tensor ? std::make_optional(take(*tensor, write)) : std::nullopt);
+        taken.push_back(tensor ? std::make_optional(take(*tensor, write, declared.name())) : std::nullopt);
         synchronizes |= tensor && tensor->defined() && tensor->is_cuda() && tensor->scalar_type() == at::kBool;
       }
       return taken;
