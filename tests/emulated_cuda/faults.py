@@ -200,6 +200,27 @@ def memory_freed_without_record_stream() -> None:
 
 
 @fault
+def a_storage_resized_while_another_stream_writes_it() -> None:
+    x = values(1024)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.mul_(2)
+    x.untyped_storage().resize_(8192)
+
+
+@legal
+def a_storage_resized_after_another_stream_has_written_it() -> None:
+    x, side = values(1024), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    torch.cuda.current_stream().wait_stream(side)
+    x.record_stream(side)
+    x.untyped_storage().resize_(8192)
+    assert x[:2].tolist() == [2.0, 4.0], x[:2]
+
+
+@fault
 def a_read_of_memory_that_was_freed() -> None:
     x = values(4)
     address = x.data_ptr()

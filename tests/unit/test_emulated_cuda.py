@@ -39,6 +39,8 @@ ALONE = {
     "no_event_between_two_streams": "an event or wait_stream is missing",
     "a_bucket_refilled_while_another_stream_reads_it": "an event or wait_stream is missing",
     "memory_freed_without_record_stream": "which was freed meanwhile: record_stream",
+    "a_storage_resized_while_another_stream_writes_it": "resize on stream 0 reads memory that aten::mul.out on stream",
+    "a_storage_resized_after_another_stream_has_written_it": NOTHING,
     "a_read_of_memory_that_was_freed": "freed memory reads [nan, nan, nan, nan]",
     "a_handle_that_outlives_its_memory": "invalid resource handle: its memory was freed",
     "a_write_that_another_process_may_see_too_early": "a process that has not waited for its own writes",

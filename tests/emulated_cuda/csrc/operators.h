@@ -92,9 +92,20 @@ inline Tensor new_like(const Tensor& found, int device) {
 inline void resize_storage(c10::StorageImpl* storage, size_t size) {
   c10::DeviceGuard guard(storage->device());
   auto memory = DeviceMemory::get().allocate(size);
-  if (auto kept = std::min(size, storage->nbytes())) std::memcpy(memory.get(), storage->data(), kept);
+  auto copied = std::min(size, storage->nbytes());
+  auto bytes = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)), CUDA_KEYS,
+      caffe2::TypeMeta::Make<uint8_t>());
+  bytes.unsafeGetTensorImpl()->set_sizes_contiguous({int64_t(copied)});
+  std::optional<Launch> launch;
+  if (copied) {
+    launch.emplace(storage->device().index(), "resize");
+    launch->access(bytes, false);
+    std::memcpy(memory.get(), storage->data(), copied);
+  }
   storage->set_data_ptr_noswap(std::move(memory));
   storage->set_nbytes(size);
+  if (copied) launch->access(bytes, true);
 }
 inline const Tensor& resize_to(const Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   if (self.sizes() == sizes && !format) return self;
