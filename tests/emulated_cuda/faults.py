@@ -189,6 +189,37 @@ def a_bucket_refilled_while_another_stream_reads_it() -> None:
     bucket.zero_()
 
 
+@legal
+def two_streams_on_columns_of_their_own() -> None:
+    x, side = values(4, 6), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x[:, 2:4].mul_(2)
+        x[::2, 5].mul_(2)
+    x[:, :2].mul_(3)
+    x[1::2, 4:].mul_(3)
+    x.T[4, ::2].mul_(3)
+    torch.cuda.synchronize()
+    assert x[:2].tolist() == [[3, 6, 6, 8, 15, 12], [21, 24, 18, 20, 33, 36]], x
+
+
+@fault
+def two_streams_on_columns_that_overlap() -> None:
+    x, side = values(4, 6), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x[:, 2:].mul_(2)
+    x[:, :3].mul_(3)
+
+
+@fault
+def a_stream_on_a_row_that_another_one_wrote_before_others() -> None:
+    x, side = values(4, 6), torch.cuda.Stream()
+    x[::2].mul_(2)
+    with torch.cuda.stream(side):
+        x[1].mul_(2)
+
+
 @fault
 def memory_freed_without_record_stream() -> None:
     x, side = values(4), torch.cuda.Stream()

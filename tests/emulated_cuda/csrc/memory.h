@@ -15,8 +15,62 @@ namespace emulated {
 
 constexpr size_t MIB = size_t(1) << 20;
 
-struct Access {
+// The bytes of a tensor: runs of the same length, which `steps` repeats by a count, a stride apart, the smallest first.
+struct Span {
+  struct Step {
+    int64_t count, stride;
+    bool operator==(const Step&) const = default;
+  };
+  static constexpr size_t MAX_RUNS = 1 << 16;
   const char *begin, *end;
+  int64_t run;
+  std::vector<Step> steps = {};
+
+  static Span whole(const char* begin, const char* end) { return {begin, end, end - begin}; }
+  bool operator==(const Span&) const = default;
+
+  size_t num_runs() const {
+    size_t count = 1;
+    for (auto& step : steps) count *= size_t(step.count);
+    return count;
+  }
+  std::vector<const char*> runs() const {
+    std::vector<const char*> all{begin};
+    for (auto& step : steps)
+      for (size_t i = 0, before = all.size(); i < before * size_t(step.count - 1); ++i)
+        all.push_back(all[i] + step.stride);
+    std::sort(all.begin(), all.end());
+    return all;
+  }
+  // The bytes that it takes of each `period`, from its first one on, or more.
+  int64_t length_in(int64_t period) const {
+    int64_t length = run;
+    for (auto& step : steps)
+      if (step.stride % period) length += (step.count - 1) * step.stride;
+    return length;
+  }
+  bool apart_in(const Span& other, int64_t period) const {
+    int64_t ahead = ((other.begin - begin) % period + period) % period;
+    return length_in(period) <= ahead && ahead + other.length_in(period) <= period;
+  }
+  // Exact, but for tensors of many runs and no common stride: then those between the first and last byte count.
+  bool overlaps(const Span& other) const {
+    if (end <= other.begin || other.end <= begin) return false;
+    for (auto* one : {this, &other})
+      for (auto& step : one->steps)
+        if (apart_in(other, step.stride)) return false;
+    if (num_runs() > MAX_RUNS || other.num_runs() > MAX_RUNS) return true;
+    auto mine = runs(), others = other.runs();
+    for (size_t i = 0, j = 0; i < mine.size() && j < others.size();) {
+      if (mine[i] + run <= others[j]) ++i;
+      else if (others[j] + other.run <= mine[i]) ++j;
+      else return true;
+    }
+    return false;
+  }
+};
+
+struct Access : Span {
   size_t stream;
   uint64_t tick;
   bool write;
@@ -29,24 +83,26 @@ struct Tracked {
   char* base = nullptr;
   size_t size = 0;
   std::vector<Access> accesses;
+  static constexpr size_t MAX_ACCESSES = 1000;  // beyond them, all from the first to the last byte counts
 
-  void access(StreamState& stream, const char* begin, const char* end, bool write, const std::string& by) {
-    Access now{begin, end, stream.number, stream.clock.of(stream.number), write, by};
+  void access(StreamState& stream, Span span, bool write, const std::string& by) {
     for (auto& before : accesses) {
-      bool overlap = before.begin < now.end && now.begin < before.end;
       bool ordered = before.tick <= stream.clock.of(before.stream);
       TORCH_CHECK(
-          !overlap || !(write || before.write) || ordered,
+          !(write || before.write) || ordered || !before.overlaps(span),
           by, " on stream ", stream.number, write ? " writes" : " reads", " memory that ", before.by, " on stream ",
           before.stream, before.write ? " writes" : " reads",
           before.freed ? ", and which was freed meanwhile: record_stream, an event or wait_stream is missing"
                        : ", and nothing puts one after the other: an event or wait_stream is missing");
     }
+    if (accesses.size() >= MAX_ACCESSES) span = Span::whole(span.begin, span.end);
+    auto& host = Runtime::get().host;
     std::erase_if(accesses, [&](const Access& before) {
-      bool inside = now.begin <= before.begin && before.end <= now.end;
+      if (before.tick <= host.of(before.stream)) return true;
+      bool inside = span.begin <= before.begin && before.end <= span.end && (span.steps.empty() || span == before);
       return inside && (write || !before.write) && before.tick <= stream.clock.of(before.stream);
     });
-    accesses.push_back(std::move(now));
+    accesses.push_back({std::move(span), stream.number, stream.clock.of(stream.number), write, by});
   }
 };
 

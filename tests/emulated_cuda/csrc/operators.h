@@ -22,6 +22,22 @@ inline std::pair<char*, char*> extent(const Tensor& tensor) {
   return {begin, begin + (last + 1) * int64_t(tensor.itemsize())};
 }
 
+inline Span span(const Tensor& tensor) {
+  auto [begin, end] = extent(tensor);
+  Span out{begin, end, int64_t(tensor.itemsize())};
+  std::vector<Span::Step> steps;
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    if (tensor.size(i) > 1) steps.push_back({tensor.size(i), tensor.stride(i) * int64_t(tensor.itemsize())});
+  std::sort(steps.begin(), steps.end(), [](auto& a, auto& b) { return a.stride < b.stride; });
+  for (auto& step : steps) {
+    auto* inner = out.steps.empty() ? nullptr : &out.steps.back();
+    if (!inner && step.stride <= out.run) out.run += (step.count - 1) * step.stride;
+    else if (inner && step.stride == inner->count * inner->stride) inner->count *= step.count;
+    else out.steps.push_back(step);
+  }
+  return out;
+}
+
 inline Tracked* tracked(const Tensor& tensor) {
   auto& pointer = tensor.storage().data_ptr();
   if (pointer.get_deleter() == &Imported::release) return static_cast<Imported*>(pointer.get_context());
@@ -44,8 +60,7 @@ struct Launch {
     Guarded guard(lock());
     auto& counters = Runtime::get().counters;
     (write ? counters.written_bytes : counters.read_bytes) += tensor.nbytes();
-    auto [begin, end] = extent(tensor);
-    if (auto* memory = tracked(tensor)) memory->access(stream, begin, end, write, name);
+    if (auto* memory = tracked(tensor)) memory->access(stream, span(tensor), write, name);
     if (tensor.is_cuda()) DeviceMemory::get().note(tensor.storage().data_ptr(), write, name);
   }
 };
