@@ -376,11 +376,41 @@ def of_ranks(rank: int) -> None:
         torch.cuda.current_stream().wait_stream(side)
         assert x.add_(1).tolist() == [3.0, 5.0, 7.0, 9.0], x
 
+    def a_result_polled_for() -> None:
+        x = values(4)
+        work = dist.all_reduce(x, async_op=True)
+        for _ in range(100):
+            if work.is_completed():
+                break
+        assert x.tolist() == [2.0, 4.0, 6.0, 8.0], x
+
+    def a_result_polled_for_once() -> None:
+        x = values(4)
+        dist.all_reduce(x, async_op=True).is_completed()
+        x.tolist()
+
+    def a_copy_before_a_barrier() -> None:
+        there = torch.empty(4, pin_memory=True)
+        there.copy_(values(4), non_blocking=True)
+        dist.barrier()
+        assert there.tolist() == [1.0, 2.0, 3.0, 4.0], there
+
+    def a_copy_on_another_stream_than_a_barrier() -> None:
+        there, side = torch.empty(4, pin_memory=True), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            there.copy_(values(4), non_blocking=True)
+        dist.barrier()
+        assert there.tolist() == [1.0, 2.0, 3.0, 4.0], f"read before the copy had ended: {there.tolist()}"
+
     for function in (
         collectives_that_differ,
         shapes_that_differ,
         splits_that_differ,
         a_result_used_before_its_work_was_waited_for,
+        a_result_polled_for,
+        a_result_polled_for_once,
+        a_copy_before_a_barrier,
+        a_copy_on_another_stream_than_a_barrier,
         a_stream_beside_a_collective,
         a_stream_of_a_collective_that_is_waited_for,
         a_host_tensor_in_a_collective,

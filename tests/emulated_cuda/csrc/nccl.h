@@ -31,18 +31,25 @@ struct StreamWork final : c10d::Work {
   int device;
   Clock clock;
   Tensors outputs;
+  bool asked = false, is_barrier = false;
   StreamWork(int rank, int device_, Clock clock_, Tensors outputs_)
       : c10d::Work(rank), device(device_), clock(std::move(clock_)), outputs(std::move(outputs_)) {}
-  // The current stream waits, not the host.
+  // The current stream waits; the host does for a barrier alone.
   bool wait(std::chrono::milliseconds) override {
     Guarded guard(lock());
-    Runtime::get().stream_waits(current_stream(device), clock);
+    auto& current = current_stream(device);
+    Runtime::get().stream_waits(current, clock);
+    if (is_barrier) Runtime::get().host_waits(current.clock);
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
+  // The first answer is no, as it may be on a device; the second one waits, as an event's does.
   bool isCompleted() override {
     Guarded guard(lock());
-    return Runtime::get().host.covers(clock);
+    if (Runtime::get().host.covers(clock)) return true;
+    if (!std::exchange(asked, true)) return false;
+    Runtime::get().host_waits(clock);
+    return true;
   }
   bool isSuccess() const override { return true; }
   Tensors result() override { return outputs; }
@@ -156,7 +163,9 @@ class Nccl final : public c10d::Backend {
     Tensors all{one};
     c10d::AllreduceOptions o;
     o.asyncOp = false;
-    return allreduce(all, o);
+    auto work = allreduce(all, o);
+    static_cast<StreamWork*>(work.get())->is_barrier = true;
+    return work;
   }
 
  private:
