@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.checkpoint.storage import copy_to_host
+from spmdrl.model.offload import HostBuffers
+
 CUDA = torch.device("cuda")
 OPENER = """
 import pickle, sys, torch
@@ -123,6 +126,12 @@ def no_synchronize_before_a_host_read() -> None:
     seen = there.tolist()
     torch.cuda.synchronize()
     assert seen == there.tolist(), f"read before the copy had ended: {seen}"
+
+
+@legal
+def a_checkpoint_read_as_soon_as_it_is_copied() -> None:
+    copied = copy_to_host({"weight": values(4) * 3}, HostBuffers(pinned=True))
+    assert copied["weight"].tolist() == [3.0, 6.0, 9.0, 12.0], f"read before the copy had ended: {copied}"
 
 
 @fault

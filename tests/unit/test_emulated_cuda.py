@@ -31,6 +31,7 @@ ALONE = {
     "a_result_for_the_host": "cuda:0 and cpu! (aten::sum",
     "tensors_of_two_devices": "cuda:0 and cuda:1!",
     "no_synchronize_before_a_host_read": "read before the copy had ended: [nan, nan, nan, nan]",
+    "a_checkpoint_read_as_soon_as_it_is_copied": NOTHING,
     "a_pinned_source_reused_before_its_copy_ended": "pinned memory was changed before a copy from it had ended",
     "a_pinned_source_changed_between_a_copy_from_it_and_one_to_it": "pinned memory was changed before a copy from it",
     "no_synchronize_before_a_host_read_of_what_was_copied_from": "read before the copy had ended: [nan, nan, nan, nan]",
