@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.checkpoint.storage import copy_to_host
-from spmdrl.model.offload import HostBuffers
-
 CUDA = torch.device("cuda")
 OPENER = """
 import pickle, sys, torch
@@ -130,6 +127,9 @@ def no_synchronize_before_a_host_read() -> None:
 
 @legal
 def a_checkpoint_read_as_soon_as_it_is_copied() -> None:
+    from spmdrl.checkpoint.storage import copy_to_host  # only here: ranks need not wait for the package
+    from spmdrl.model.offload import HostBuffers
+
     copied = copy_to_host({"weight": values(4) * 3}, HostBuffers(pinned=True))
     assert copied["weight"].tolist() == [3.0, 6.0, 9.0, 12.0], f"read before the copy had ended: {copied}"
 
