@@ -34,6 +34,7 @@ from spmdrl.refit.refit import load_whole
 from spmdrl.rollout.clock import TOKENS_PER_TICK, RefitInFlight
 from spmdrl.rollout.collect import Collected, Collector
 from spmdrl.rollout.concurrent_eval import Rewarding, as_they_are
+from spmdrl.rollout.curriculum import InOrder
 from spmdrl.rollout.env_context import EnvContext
 from spmdrl.rollout.episode import Episode
 from spmdrl.rollout.group import PromptGroup
@@ -423,6 +424,26 @@ def test_dynamic_sampling_keeps_the_first_groups_whose_rewards_differ(shared: bo
             first = kept[-1] + 1
         assert metrics["rollout/kept_groups_fraction"] == 1.0
     assert not run.messages
+
+
+def test_groups_of_equal_rewards_are_measured_and_counted_too() -> None:
+    """A curriculum would never learn that a prompt is too easy or too hard from the groups that are trained on."""
+    run, measured = start(DYNAMIC, [FakeEngine()]), list[PromptGroup]()
+
+    class Recording(InOrder):
+        def rates(self, groups: Iterable[PromptGroup]) -> list[tuple[int, float]]:
+            measured.extend(groups)
+            return []
+
+    run.collectors[0]._curriculum = Recording()
+    ((samples, metrics),) = run.steps(1, 1)
+    opened = range(prompt_ids(samples)[-1] + 1)
+    dropped = [group for group in measured if is_equal_group(group.prompt.prompt_id)]
+    assert sorted(group.prompt.prompt_id for group in measured) == list(opened) and len(dropped) == len(opened) - 8
+    sampled = [response for group in dropped for episode in group.episodes for response in episode.responses]
+    assert metrics["rollout/discarded_tokens"] == sum(len(response.token_ids) for response in sampled) > 0
+    mean = (8 * 1 / 7 + 0.5 * len(dropped)) / len(opened)  # as `judge` rewards them
+    assert metrics["reward/all_groups_mean"] == pytest.approx(mean, abs=1e-12)
 
 
 def test_shared_dynamic_sampling_is_that_of_one_rank_sample_for_sample() -> None:

@@ -14,8 +14,11 @@ import pytest
 from spmdrl.config import CurriculumConfig
 from spmdrl.data.stream import PromptStream, make_training_stream
 from spmdrl.preflight.inputs import curriculum_problems
+from spmdrl.rewards.client import known_outcome
 from spmdrl.rollout.curriculum import MEASUREMENTS, Curriculum, Measurements
-from spmdrl.types import UserError
+from spmdrl.rollout.group import PromptGroup
+from spmdrl.rollout.sampling import Sampling
+from spmdrl.types import RewardOutcome, UserError
 from tests.helpers.config_file import GOOD, problems
 from tests.helpers.prompt_data import byte_tokenizer, data, jsonl
 
@@ -53,7 +56,8 @@ class Steps:
         assert taken == sorted(set(taken)) and [positions[ticket] for ticket in reversed(range(size))] == taken[::-1]
         rates = [(index, self.success(*self.row(index))) for index in taken]
         # Ranks have their parts in any order.
-        self.measured = self.chosen.after(self.measured, rates[::-1])
+        before, self.measured = self.measured, self.chosen.after(self.measured, rates[::-1])
+        assert self.measured == self.chosen.after(before, rates)
         assert self.chosen.after(self.measured, []) == self.measured
         self.first = taken[-1] + 1
         return taken
@@ -113,6 +117,29 @@ def test_gates_open_one_after_the_other_and_stay_open(tmp_path: Path) -> None:
     assert tasks() == {"easy", "middle"}
     assert tasks() == {"easy", "middle", "hard"}
     assert steps.chosen.metrics(steps.measured, 0, 1)["curriculum/open_gates_count"].value() == 2
+
+
+def test_two_gates_may_open_after_one_source_with_numbers_of_groups_of_their_own(tmp_path: Path) -> None:
+    prompts = stream(tmp_path, "easy", "middle", "hard")
+    gates = [
+        {"opens": "middle", "after": "easy", "success": 0.5, "groups": 4},
+        {"opens": "hard", "after": "easy", "success": 0.5, "groups": 12},
+    ]
+    steps = Steps(curriculum(prompts, gates=gates), prompts, lambda task, _: 0.5)
+    opened = [(steps.step(4), steps.measured.opened)[1] for _ in range(6)]
+    assert opened[:2] == [("middle",)] * 2 and opened[-1] == ("middle", "hard")
+
+
+def test_a_rate_is_that_of_the_rewards_that_were_computed(tmp_path: Path) -> None:
+    prompts = stream(tmp_path, "a")
+    sampling = Sampling(group_size=4, temperature=1.0, max_response_tokens=1, stop_token_ids=frozenset())
+    failed = RewardOutcome(reward=0.0, parts={}, failure="timeout")
+    whole, nearly, none = (RewardOutcome(reward=reward, parts={}) for reward in (1.0, 0.7 + 0.2 + 0.1, 0.0))
+    assert nearly.reward < 1.0
+    groups = [PromptGroup.opened(prompt, sampling, None, step=1, run_seed=0) for prompt in prompts.take(5, 3)]
+    for group, outcomes in zip(groups, ([whole, nearly, none, failed], [failed] * 4, [none] * 4), strict=True):
+        group.pending |= {index: (mock.Mock(), known_outcome(one)) for index, one in enumerate(outcomes)}
+    assert curriculum(prompts, kind="band").rates(groups) == [(5, 2 / 3), (7, 0.0)]
 
 
 def test_a_function_says_the_chance(tmp_path: Path) -> None:

@@ -485,6 +485,9 @@ def test_questions_are_compared_without_template_and_white_space(tmp_path: Path)
     source = FileSource(jsonl(tmp_path / "d.jsonl", rows, answer_column=""), seed=0)
     keys = {source.row(i).where[-1]: question_key(source.row(i)) for i in range(3)}
     assert keys["1"] == keys["2"] != keys["3"]
+    rows = [{"prompt": "le caf\u00e9"}, {"prompt": "le cafe\u0301"}]  # one letter, or an e and its accent
+    source = FileSource(jsonl(tmp_path / "e.jsonl", rows, answer_column=""), seed=0)
+    assert question_key(source.row(0)) == question_key(source.row(1))
 
 
 def test_too_few_questions_are_explained(tmp_path: Path) -> None:
