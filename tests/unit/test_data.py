@@ -16,10 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from spmdrl.algo.seeds import mix
-from spmdrl.config import FileData, HeldOutConfig, ReasoningGymData
+from spmdrl.config import FileData, HeldOutConfig, ReasoningGymData, SetData
 from spmdrl.data import rows, sources, stream
 from spmdrl.data.sources import FileSource, ReasoningGymSource, open_source
 from spmdrl.data.stream import (
+    AnswerLimit,
     HeldOutPrompts,
     PromptStream,
     Turns,
@@ -477,6 +478,32 @@ def test_held_out_rows_of_a_file_leave_it(tmp_path: Path) -> None:
     assert len(answers) == 30 and set(answers.values()) == {3}
     assert not set(answers) & {prompt.answer for prompt in held_out}
     assert prompts.dropped == {"held_out_rows": 10}
+
+
+def test_held_out_rows_are_the_same_whatever_limits_the_answers_that_are_trained_on(tmp_path: Path) -> None:
+    file = numbered(tmp_path, 40)
+    cfg, held_out_cfg = data(file, overlong="drop"), HeldOutConfig(sources=(file,), num_prompts=10)
+    limit = AnswerLimit(lambda row: int(row.answer or 0), most=19, setting="sft.it", holds_for_held_out=False)
+    held_out = {prompt.answer for prompt in make_held_out(cfg, held_out_cfg, tokenizer=byte_tokenizer())}
+    short = {str(i) for i in range(20)}
+    assert short & held_out < held_out, "of both kinds"
+    limited = make_training_stream(cfg, held_out_cfg, seed=0, tokenizer=byte_tokenizer(), answers=limit)
+    assert {prompt.answer for prompt in limited.take(0, 20)} == short - held_out
+    again = make_held_out(cfg, held_out_cfg, tokenizer=byte_tokenizer(), answers=limit)
+    assert {prompt.answer for prompt in again} == held_out
+
+
+def test_a_set_has_the_same_items_wherever_it_is_named() -> None:
+    """So accuracies of two runs that name other sets beside it can be compared."""
+    task = SetData(kind="set", name="reasoning_gym/chain_sum")
+
+    def questions(*entries: ReasoningGymData | SetData) -> set[str]:
+        held_out = make_held_out(
+            data(words()), HeldOutConfig(sources=entries, num_prompts=6 * len(entries)), tokenizer=byte_tokenizer()
+        )
+        return {prompt.metadata["question"] for prompt in held_out if prompt.task == "chain_sum"}
+
+    assert len(questions(task)) == 6 and questions(task) == questions(words(), task)
 
 
 def test_questions_are_compared_without_template_and_white_space(tmp_path: Path) -> None:
