@@ -24,7 +24,16 @@ from spmdrl.step.batch import _Weighting, _weights, lay_end_to_end, to_sequences
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.step.rewards import rollout_metrics, state_of
 from spmdrl.step.samples import ENDS
-from spmdrl.types import ImageSpan, MicroBatch, RewardedRollout, Sequence, Trajectory, Turn, TurnSpan
+from spmdrl.types import (
+    ImageSpan,
+    MicroBatch,
+    RewardedRollout,
+    RewardOutcome,
+    Sequence,
+    Trajectory,
+    Turn,
+    TurnSpan,
+)
 from tests.helpers import oracle
 from tests.helpers.configs import plan_for
 from tests.helpers.episodes import FAILED, MASKED, UNSAMPLED, random_episodes
@@ -213,6 +222,22 @@ def test_metrics_of_episodes_are_those_of_all_ranks_together() -> None:
     held_out = eval_metrics([(r.rollout, r.outcome) for r in rewarded], success_at=1.0)
     assert scalars(held_out)["eval/turns"] == metrics["episode/turns"]
     assert scalars(held_out)["eval/environment_moves"] == 2.0
+
+
+def test_a_group_is_not_equal_where_its_greedy_response_is_another() -> None:
+    def group(prompt_id: int, rewards: tuple[float, ...], greedy: float) -> list[RewardedRollout]:
+        rollout = random_episodes(2, 4)[0].rollout
+        of_group = dataclasses.replace(rollout, prompt=dataclasses.replace(rollout.prompt, prompt_id=prompt_id))
+        outcomes = [RewardOutcome(reward=reward, parts={}) for reward in (*rewards, greedy)]
+        return [
+            RewardedRollout(index=0, rollout=of_group, outcome=outcome, baseline=outcomes[-1])
+            for outcome in outcomes[:-1]
+        ]
+
+    rewarded = [*group(0, (1.0, 1.0), 0.5), *group(1, (0.0, 0.0), 0.0), *group(2, (0.0, 1.0), 1.0)]
+    metrics = scalars(rollout_metrics(rewarded))
+    assert metrics["reward/equal_groups_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout/greedy_reward_mean"] == 0.5 and metrics["reward/mean"] == 0.5
 
 
 def with_calls(rewarded: RewardedRollout) -> RewardedRollout:
