@@ -196,6 +196,18 @@ def test_formats_are_of_the_whole_response_and_lengths_fall() -> None:
         FormatReward(kind="format", pattern="(")
 
 
+@pytest.mark.parametrize(
+    ("printed", "passes"),
+    [("1 2\n  3", True), ("1 2  \n  3 \n\n", True), ("1 2\n3", False), (" 1 2\n  3", False), ("1 2\n\n  3", False)],
+)
+def test_of_what_a_program_prints_only_white_space_at_ends_of_lines_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, printed: str, passes: bool
+) -> None:
+    monkeypatch.setattr(worker, "_run", lambda program, given, deadline: printed)
+    verify = worker.load_code(tests="tests", score="all", tests_timeout_s=9.0)
+    assert verify(item("```python\npass\n```", tests=[{"input": "", "output": "1 2\n  3\n"}])) == passes
+
+
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "puzzle24"])
 def test_reasoning_gym_scores_its_own_items(task: str) -> None:
     source = ReasoningGymSource(ReasoningGymData(kind="reasoning_gym", task=task), seed=0)

@@ -8,6 +8,7 @@ import pytest
 
 from spmdrl.algo.metrics import scalars
 from spmdrl.config import Config
+from spmdrl.rollout.sampling import Sampling, eval_sampling
 from spmdrl.step.evaluate import eval_metrics
 from spmdrl.train import success_lines
 from spmdrl.types import RewardOutcome
@@ -41,6 +42,22 @@ def test_accuracy_is_the_share_of_rewards_that_are_a_success(success_at: float |
     outcomes = [(rollout, RewardOutcome(reward=reward, parts={}, failure=None)) for reward in rewards]
     metrics = eval_metrics(outcomes, success_at=config(success_at=success_at).success_at)
     assert scalars(metrics)["eval/accuracy"] == accuracy
+
+
+def test_held_out_answers_are_sampled_as_eval_says_and_not_as_rollouts() -> None:
+    stops = frozenset({1})
+    drawn = {"samples_per_prompt": 3, "temperature": 0.7, "top_p": 0.9, "max_response_tokens": 5}
+    assert eval_sampling(config(**drawn), stops) == Sampling(
+        group_size=3, temperature=0.7, top_p=0.9, max_response_tokens=5, stop_token_ids=stops
+    )
+    greedy = Sampling(group_size=1, temperature=0.0, max_response_tokens=8, stop_token_ids=stops)
+    assert eval_sampling(config(), stops) == greedy, "of a rollout's length"
+    assert (
+        Sampling(
+            group_size=1, temperature=1.0, top_p=0.5, top_k=4, max_response_tokens=8, stop_token_ids=stops
+        ).greedy()
+        == greedy
+    )
 
 
 @pytest.mark.parametrize("reward", [0.5, 1.7])
