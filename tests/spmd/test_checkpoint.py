@@ -49,13 +49,13 @@ def _saver(folder: Path, learner: Any, meshes: Meshes, **settings: Any) -> check
 
 
 def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
-    """The states after each of three updates, saved without waiting, but for the waits of the saver itself."""
+    """The states after each of five updates, saved without waiting, but for the waits of the saver itself."""
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
         learner = start_learner(path, meshes)
-        saver = _saver(Path(folder), learner, meshes, keep_last=2, keep_best="eval/reward")
+        saver = _saver(Path(folder), learner, meshes, keep_last=3, keep_best="eval/reward")
         states, written = [], []
-        for step, reward in ((1, 0.1), (2, 0.5), (3, 0.2), (4, 0.3)):
+        for step, reward in ((1, 0.1), (2, 0.5), (3, 0.2), (4, 0.3), (5, 0.35)):
             update_once(learner, meshes, step=step)
             states.append(full_state(learner))
             measured = {"eval/reward": reward, "update/lr": float("nan")}
@@ -73,16 +73,17 @@ def _saved_while_training(path: str, folder: str) -> list[dict[str, Tensor]]:
         assert min(written) > 0
         assert saver.check() == {}
         if world.is_main:
-            # 2 was the best, 3 and 4 the last.
-            assert saved_steps(Path(folder)) == [2, 3, 4]
-            metrics_of = {step: Manifest.read(folder_of(Path(folder), step)).metrics for step in (3, 4)}
-            assert metrics_of == {3: {"eval/reward": 0.25}, 4: {"eval/reward": 0.3}}
+            # 2 was the best, 3, 4 and 5 the last.
+            assert saved_steps(Path(folder)) == [2, 3, 4, 5]
+            metrics_of = {step: Manifest.read(folder_of(Path(folder), step)).metrics for step in (3, 4, 5)}
+            # That of 4 came late, and is not that of 5.
+            assert metrics_of == {3: {"eval/reward": 0.25}, 4: {"eval/reward": 0.3}, 5: {"eval/reward": 0.35}}
         with pytest.raises(UserError, match="eval/accuracy"):
-            saver.save(5, metrics={"eval/accuracy": 0.5})
-        assert saver.newest == _saver(Path(folder), learner, meshes).newest == 4
+            saver.save(6, metrics={"eval/accuracy": 0.5})
+        assert saver.newest == _saver(Path(folder), learner, meshes).newest == 5
         saver.amend(metrics={"eval/reward": 0.4, "update/lr": float("inf")})
         if world.is_main:
-            amended = folder_of(Path(folder), 4)
+            amended = folder_of(Path(folder), 5)
             manifest = Manifest.read(amended)
             assert manifest.metrics == {"eval/reward": 0.4} and not problems_of(amended, compare)
         saver.close()
