@@ -215,8 +215,9 @@ def test_a_teacher_sees_what_the_environment_said_of_the_attempt() -> None:
     said = Observation(messages=({"role": "user", "content": "no: 3"},), done=True)
     response = Response(token_ids=(8, 9), logprobs=(0.0, 0.0), finish_reason="stop", spans=(Span(0, 2),))
     cut = one_turn(prompt(), response)
-    only = replace(cut.turns[0], observation=said)
-    answered = replace(cut, trajectories=(Trajectory(turns=(only,)),))
+    earlier = replace(cut.turns[0], observation=Observation(messages=({"role": "user", "content": "go on"},)))
+    last = replace(cut.turns[0], context_ids=(5,), observation=said)
+    answered = replace(cut, trajectories=(Trajectory(turns=(earlier, last)),))
     for chat in (False, True):
         tokenizer = character_tokenizer(chat=chat)
         label = Lessons(distill, data, tokenizer)

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
-from spmdrl.config import Config, ModelConfig, SftConfig, TuningConfig, read_run_config
+from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig, TuningConfig, read_run_config
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
 from spmdrl.memory.device import GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.overhead import (
@@ -22,7 +23,7 @@ from spmdrl.memory.overhead import (
     NCCL_BYTES,
 )
 from spmdrl.memory.phase import PhaseMemory
-from spmdrl.memory.phases import CUDA_PROCESS_BYTES, micro_batch_tokens
+from spmdrl.memory.phases import CUDA_PROCESS_BYTES, _hidden_bytes, micro_batch_tokens
 from spmdrl.model.load import parameter_shapes, read_model_config
 from spmdrl.preflight.forecast import Model, describe_rank, expert_names, predict, split_by_tp
 from spmdrl.report.memory import Peak, predicted_peaks, prediction_table, with_host_so_far
@@ -111,6 +112,30 @@ def test_episodes_that_wait_may_take_as_much_of_the_cache_as_those_that_run() ->
     alone, asked = (phases_of(minimal_config(**more)) for more in ({}, {"environment": {"source": source}}))
     cache = 8 * 2 * 4 * 2 * 32 * 16 * 2  # as above
     assert asked["rollout"].device["engine"] - alone["rollout"].device["engine"] == cache
+
+
+def test_the_cache_holds_a_question_to_the_policy_as_its_judge_that_is_longer_than_a_rollout() -> None:
+    judge = {"kind": "judge", "url": "policy", "max_question_tokens": 50, "max_answer_tokens": 10}
+    terms = {"terms": [{"kind": "exact"}, judge]}
+    alone, asked = (phases_of(minimal_config(**more)) for more in ({}, {"reward": terms}))
+    of_token = 2 * 4 * 2 * 32 * 2  # in every layer, as above
+    assert asked["rollout"].device["engine"] - alone["rollout"].device["engine"] == 8 * (60 - 16) * of_token
+
+
+def test_a_copy_for_a_checkpoint_has_the_model_that_follows_the_policy() -> None:
+    follows = {"distill": {"teacher": "mine"}, "models": {"mine": {"weights": "lagged"}}}
+    alone, beside = (phases_of(minimal_config(checkpoint={"every": 1}, **more)) for more in ({}, follows))
+    copies = [one["save"].host["checkpoint copy"] for one in (alone, beside)]
+    assert copies == [(4 + 8) * (WHOLE // 2), (4 + 8 + 4) * (WHOLE // 2)]
+
+
+def test_what_teachers_leave_is_of_a_chunk_of_the_context() -> None:
+    run = SimpleNamespace(rollouts_per_step=16, num_shares=2, max_response_tokens=8)
+    teachers = [SimpleNamespace(teaches_vocabulary=wide > 10, decoder=SimpleNamespace(hidden=wide)) for wide in (4, 96)]
+    rank: Any = SimpleNamespace(frozen=teachers, run=run, compute_bytes=2)
+    for cp in (1, 4):
+        cfg = minimal_config().model_copy(update={"parallel": ParallelConfig(cp=cp)})
+        assert _hidden_bytes(cfg, rank) == 8 * 8 // cp * 96 * 2
 
 
 def sft_config(**sections: dict[str, Any]) -> SftConfig:
