@@ -394,11 +394,13 @@ def test_matrices_that_are_no_ordinary_file_are_refused(tmp_path: Path) -> None:
 
 
 def _trained_and_replayed(config: Path) -> tuple[int, int, str]:
-    """Exit codes of a run and of the replay of its second step, and what the latter printed."""
+    """Exit codes of a run and of the replay of its second step, and what the latter printed; its adapters are exported
+    once more."""
     with contextlib.redirect_stdout(io.StringIO()):
         code = train([str(config)])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         replayed = replay.main([str(config.parent / "runs/run"), "--step", "2"])
+    export_checkpoint(config.parent / "runs/run", to=config.parent / "again", adapter=True)
     return code, replayed, printed.getvalue()
 
 
@@ -423,5 +425,7 @@ def test_an_engine_samples_with_merged_adapters_and_a_step_is_replayed(tmp_path:
     first, second = (row for row in rows(tmp_path / "runs/run") if "update/loss" in row)
     assert first["update/k3_ref_nats"] == 0.0, "the policy begins as its base"
     assert second["update/k3_ref_nats"] > 0.0
+    again, ours = load_file(tmp_path / "again" / "adapter_model.safetensors"), _exported(tmp_path / "runs/run")
+    assert again.keys() == ours.keys() and all(torch.equal(again[name], ours[name]) for name in ours)
     for row in (first, second):
         assert row["mismatch/max_abs_nats"] < 1e-5
