@@ -124,6 +124,16 @@ def test_a_reward_has_the_parts_of_its_processes_and_judges(server: JudgeServer)
             client.check(prompt(answer="fails:404."))
 
 
+def test_an_episode_that_failed_is_not_judged_and_says_why(server: JudgeServer) -> None:
+    tokenizer, cfg = byte_tokenizer(), RewardConfig.model_validate({"terms": [server.term()]})
+    token_ids = tuple(encode_text(tokenizer, "4"))
+    said = Response(token_ids=token_ids, logprobs=(0.0,) * len(token_ids), finish_reason="stop", spans=())
+    with RewardClient(cfg, tokenizer) as client:
+        whole, broken = (client.submit(one_turn(prompt(), said, failure=why)) for why in (None, "the game broke"))
+        assert whole[1].result().parts.keys() == {"judge"}
+        assert broken[1].result() == RewardOutcome(reward=0.0, parts={}, failure="the game broke")
+
+
 def test_a_judge_whose_gate_is_closed_is_not_asked(server: JudgeServer) -> None:
     server.asked.clear()
     cfg = RewardConfig.model_validate({"terms": [server.term(gate="exact"), {"kind": "exact"}]})
