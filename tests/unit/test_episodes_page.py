@@ -8,6 +8,7 @@ import hashlib
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,9 +244,10 @@ def sequence(index: int, *token_ids: int, segment: int = 0) -> Sequence:
 
 
 def test_the_first_forward_of_each_sequence_is_kept(tmp_path: Path) -> None:
-    """Not those of later updates, of batches that are not the step's, of filling, or of an update that was left out."""
+    """Not those of later updates, of batches that are not the step's, of filling, of a reference, or of an update that
+    was left out."""
     policy = Doubles()
-    hook = LogprobHook(policy)
+    hook, before = LogprobHook(policy), policy.factor
     probe, first, second, left_out = (
         lay_end_to_end(some, {}, multiple=4)
         for some in (
@@ -255,6 +257,9 @@ def test_the_first_forward_of_each_sequence_is_kept(tmp_path: Path) -> None:
             [sequence(2, 5)],
         )
     )
+    policy.factor, policy.adapters = 7.0, SimpleNamespace(is_on=False)  # type: ignore[assignment]
+    policy(first)  # as the reference, which is the policy without its adapters
+    policy.factor, policy.adapters = before, SimpleNamespace(is_on=True)  # type: ignore[assignment]
     for micro_batch in (probe, first, second):
         policy(micro_batch)
     policy.factor = 1.0
