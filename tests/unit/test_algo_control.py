@@ -61,6 +61,9 @@ def test_coefficients_with_a_target_are_adapted_and_no_others() -> None:
     after = dict(start)
     adapt_coefficients(after, values, cfg, rollouts=10)
     assert after == {ENTROPY: pytest.approx(0.015), KL_IN_REWARD: pytest.approx(0.2 * 1.01)}
+    slowly = cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"entropy_coef_change": 0.001})})
+    adapt_coefficients(entropy := {ENTROPY: 0.01}, {"update/entropy_nats": 0.4}, slowly, rollouts=10)
+    assert entropy == {ENTROPY: pytest.approx(0.011)}
     unchanged = dict(start)
     adapt_coefficients(unchanged, {}, cfg, rollouts=0)
     assert unchanged == start

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.algo.kl import KL_ESTIMATORS
 from spmdrl.algo.losses import AGGREGATIONS
-from spmdrl.config import DistillConfig, LossConfig
+from spmdrl.config import CorrectionConfig, DistillConfig, LossConfig
 from spmdrl.learn.objective import PolicyObjective, distill_values
 from spmdrl.model.policy import TokenLogprobs
 from tests.helpers import oracle
@@ -119,3 +119,14 @@ def test_a_teacher_that_sees_hints_of_some_sources_has_one_divergence_in_the_met
     found = distill_values(torch.arange(4.0), micro_batch, distill)
     assert found.keys() == {"distill/forward_nats", "distill/forward_nats_a"}
     assert found["distill/forward_nats_a"][1].tolist() == [True, True, True, False]
+
+
+def test_the_mismatch_is_the_trainers_also_where_the_ratio_compares_with_the_engine() -> None:
+    """`old_logprobs` are then the engine's: with them every mismatch would be reported as 0."""
+    objective = PolicyObjective(LossConfig(), correction=CorrectionConfig(old="rollout"))
+    for micro_batch, now in batch(random_columns(3), CUTS[0], "token_mean"):
+        micro_batch = dataclasses.replace(micro_batch, old_logprobs=micro_batch.rollout_logprobs)
+        found = objective(TokenLogprobs(now, torch.zeros_like(now)), micro_batch).means["mismatch/mean_abs_nats"]
+        mask, expected = micro_batch.loss_mask, (now - micro_batch.rollout_logprobs).abs()
+        assert expected[mask].min() > 0
+        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-5, atol=1e-6, check_dtype=False)
