@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Gemma3TextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import Config, ModelConfig, ParallelConfig, SftConfig, TuningConfig, read_run_config
+from spmdrl.memory import phases
 from spmdrl.memory.activations import ActivationSettings, Decoder, layer_activation_bytes
 from spmdrl.memory.device import GIB, ModelSize, ShardLayout, gathered_weights, model_size
 from spmdrl.memory.overhead import (
@@ -120,6 +121,20 @@ def test_the_cache_holds_a_question_to_the_policy_as_its_judge_that_is_longer_th
     alone, asked = (phases_of(minimal_config(**more)) for more in ({}, {"reward": terms}))
     of_token = 2 * 4 * 2 * 32 * 2  # in every layer, as above
     assert asked["rollout"].device["engine"] - alone["rollout"].device["engine"] == 8 * (60 - 16) * of_token
+
+
+def test_each_token_has_its_candidates_beside_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "logits_bytes", lambda *_, **__: 7)
+    rank: Any = SimpleNamespace(**dict.fromkeys(("tile_elements", "tile_columns", "compute_bytes", "on_gpu"), 1))
+    rank.decoder = SimpleNamespace(router_width=0)
+    monkeypatch.setattr(phases, "micro_batch_tokens", lambda *_: 10)
+    rank.run = None
+    with_candidates = minimal_config()
+    with_candidates = with_candidates.model_copy(
+        update={"rollout": with_candidates.rollout.model_copy(update={"top_k": 5})}
+    )
+    # A number of 64 bits and six of 32.
+    assert (phases._logits(minimal_config(), rank), phases._logits(with_candidates, rank)) == (7, 7 + 10 * 5 * 32)
 
 
 def test_a_copy_for_a_checkpoint_has_the_model_that_follows_the_policy() -> None:
