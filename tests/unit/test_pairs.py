@@ -22,7 +22,7 @@ from spmdrl.data.stream import TrainingPair
 from spmdrl.data.tokenizer import ScoredText, encode_prompt
 from spmdrl.data.vision import NO_IMAGES
 from spmdrl.learn.pairs import PreferenceObjective, pair_objective
-from spmdrl.model.policy import TokenLogprobs
+from spmdrl.model.policy import RewardModel, TokenLogprobs
 from spmdrl.model.reward_model import reward_model_problems
 from spmdrl.step.batch import lay_end_to_end
 from spmdrl.step.tuning_data import ComparisonEncoder
@@ -335,3 +335,15 @@ def test_smoothing_belongs_to_sigmoid() -> None:
     for changes in ({"loss": "bradley_terry", "beta": 0.2}, {"center_coef": 0.1}):
         with pytest.raises(ValueError, match="has no meaning for loss"):
             settings(**changes)
+
+
+def test_the_score_is_that_of_the_label_where_a_head_has_several() -> None:
+    hidden, lines = torch.arange(6.0).view(3, 2), torch.tensor([[1.0, 0.0], [2.0, -1.0]])
+    model: Any = SimpleNamespace(
+        label=1,
+        model=SimpleNamespace(score=lambda rows: rows @ lines.T),
+        _hidden_at=lambda micro_batch, tokens: (hidden, None, tokens),
+        _per_token=lambda values, tokens, micro_batch: values,
+    )
+    micro_batch: Any = SimpleNamespace(loss_mask=torch.ones(3, dtype=torch.bool))
+    assert RewardModel.forward(model, micro_batch).tolist() == [-1.0, 1.0, 3.0]
