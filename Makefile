@@ -239,8 +239,10 @@ test-newest: $(NEWEST) ## test-unit and test-spmd with the newest transformers t
 # interpreter is slow: tests of kernels alone have it, the others twins of kernels in torch. Whole runs start their
 # devices themselves, beside one rank on the CPU. TESTS="FILE ..." takes a part, and ARGS="-k ..." of these.
 DEVICES ?= 2
-TESTS ?= tests/gpu tests/e2e/test_emulated_runs.py
-GPU_TESTS := $(filter tests/gpu%,$(TESTS))
+EMULATED_RUNS := tests/e2e/test_emulated_runs.py
+TESTS ?= tests/gpu $(if $(filter emulated,$(DEVICE)),$(EMULATED_RUNS))
+WHOLE_RUNS := $(filter $(EMULATED_RUNS)%,$(TESTS))
+GPU_TESTS := $(filter-out $(WHOLE_RUNS),$(TESTS))
 EMULATED := $(ONE_THREAD) TRITON_INTERPRET=1 EMULATED_CUDA_DEVICES=$(DEVICES) \
   PYTHONPATH="$(CURDIR)/tests/emulated_cuda/startup:$(CURDIR)/$(TRITON):$$PYTHONPATH"
 ON_EMULATED := $(PYTEST) --timeout=1800
@@ -250,10 +252,10 @@ ifeq ($(DEVICE),emulated)
 test-gpu: $(TRITON) $(INSTALLED)
 	$(if $(GPU_TESTS),$(EMULATED) EMULATED_CUDA_PLAIN_KERNELS=1 $(ON_EMULATED) -m "not kernels" $(GPU_TESTS) $(NONE_IS_FINE))
 	$(if $(GPU_TESTS),$(EMULATED) $(ON_EMULATED) -m kernels $(GPU_TESTS) $(NONE_IS_FINE))
-	$(if $(filter-out tests/gpu%,$(TESTS)),$(ONE_THREAD) $(ON_EMULATED) $(filter-out tests/gpu%,$(TESTS)) $(NONE_IS_FINE))
+	$(if $(WHOLE_RUNS),$(ONE_THREAD) $(ON_EMULATED) $(WHOLE_RUNS) $(NONE_IS_FINE))
 else
 test-gpu: $(INSTALLED) ## tests that need a CUDA device; DEVICE=emulated does without one
-	$(PYTEST) $(GPU_TESTS) $(NONE_IS_FINE)
+	$(PYTEST) $(TESTS) $(NONE_IS_FINE)
 endif
 
 lint: $(INSTALLED) ## ruff, mypy, shellcheck

@@ -305,7 +305,7 @@ def schedule_ends_with_the_run(cfg: Config | TuningConfig) -> Iterator[str]:
         if (length := getattr(cfg.optim, name)) > num_updates:
             yield (
                 f"optim.{name} = {length} is longer than the run, which has {num_updates} optimizer steps; set "
-                f"optim.{name} to {num_updates} or less, too"
+                f"optim.{name} to {num_updates} or less"
             )
 
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked is not None:
             _heed(asked, choices.model)
         _write(out, "\n".join(lines_of(tables, choices, measured, fitted)), choices)
-    except (KeyboardInterrupt, EOFError):
+    except EOFError:
         return EXIT_INTERRUPTED
     say(
         f"wrote {shown(out)}, which passes its check; start it on this machine with\n\n"
