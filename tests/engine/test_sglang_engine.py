@@ -18,6 +18,7 @@ import torch
 
 from spmdrl.config.environment import ClassEnvironment, EnvironmentConfig
 from spmdrl.conversation import Action, EpisodeStart, Observation
+from spmdrl.engine.sglang.engine import _response
 from spmdrl.envs.client import open_environments
 from spmdrl.refit.refit import RefitMismatch
 from spmdrl.rollout.env_context import EnvContext
@@ -141,7 +142,7 @@ def sockets() -> set[tuple[str, int]]:
 def all_of_it(path: str, agent: list[str], tp_size: int, num_refits: int) -> dict[str, Any]:
     """Everything that one set of engines is asked, on one rank."""
     found: dict[str, Any] = {"differences": [], "refits": num_refits}
-    with rank_with_engine(settings(path, 2, tp_size=tp_size, temperature=TEMPERATURE)) as rank:
+    with rank_with_engine(settings(path, 2, tp_size=tp_size, temperature=TEMPERATURE, max_running=48)) as rank:
         engine = rank.engine
         found["leads"] = engine.leads
         found["sockets"] = sockets()
@@ -288,6 +289,19 @@ def test_an_interrupted_response_goes_on_to_the_same_tokens(leaders: list[dict[s
     for rank in leaders:
         assert all(same for _, _, same in rank["cuts"])
         assert any(reason == "abort" and 0 < length < 80 for reason, length, _ in rank["cuts"])
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"),
+    [((), "abort"), ((4, 5), "abort"), ((1, 5), "abort"), ((4, 1), "stop"), ((4, 5, 6), "length"), ((4, 5, 1), "stop")],
+)
+def test_what_ends_in_the_last_pass_before_an_abort_has_ended(token_ids: tuple[int, ...], reason: str) -> None:
+    request = Request(
+        prompt_ids=(7,), seed=0, max_response_tokens=5, stop_token_ids=frozenset({1}), response_ids=(2, 3)
+    )
+    about = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [(-1.0, i, None) for i in token_ids]}
+    response = _response({"output_ids": list(token_ids), "meta_info": about}, request, version=3)
+    assert response.finish_reason == reason and response.token_ids == token_ids
 
 
 def test_one_flipped_bit_stops_every_rank_and_names_the_weights(ranks: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from spmdrl.model.lora.policy import load_trained
 from spmdrl.model.policy import Policy
 from spmdrl.model.sharding import reshard
 from spmdrl.refit.refit import Refitting, make_refit
+from spmdrl.rollout.episode import EMPTY_RESPONSE
 from spmdrl.types import MicroBatch, Request, Response
 from tests.helpers.launches import launch_of
 
@@ -182,19 +183,33 @@ def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]
 
 def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, bool]]:
     """Abort in the middle, go on from there; for each response how it was cut, the tokens before the cut, and whether
-    the tokens are those of the `whole` one, which were asked for as `greedy(ids, 80)`."""
+    all of it is as far as it goes the `whole` one, which was asked for as `greedy(ids, 80)`.
+
+    After the eight of these come some that end about when the abort comes: each of the next passes is the last one of
+    a response that ends by its limit, and some are of one that ends by a stop token.
+    """
     if not rank.engine.leads:
         return
-    asked = [greedy(ids, 80) for ids in prompts(8)]
+    asked = [(greedy(ids, 80), uncut.token_ids) for ids, uncut in zip(prompts(8), whole, strict=True)]
     short = greedy((5, 6, 7), 10)
+    passes = range(short.max_response_tokens + 1, short.max_response_tokens + 17)
+    for request, token_ids in asked.copy():
+        for length in passes:
+            if token_ids.index(token_ids[length - 1]) == length - 1:  # the first of its kind, so that it may be a stop
+                asked.append((replace(request, stop_token_ids=frozenset({token_ids[length - 1]})), token_ids[:length]))
+    request, token_ids = asked[0]
+    asked += [(replace(request, max_response_tokens=length), token_ids[:length]) for length in passes]
     first: dict[int, Response] = {}
-    for index, answer in rank.engine.generate([short, *asked]):
+    for index, answer in rank.engine.generate([short, *(request for request, _ in asked)]):
         first[index] = answer
         if index == 0:
             rank.engine.abort()
-    parts = [first[i + 1] for i in range(len(asked))]
-    rest = answers(
-        rank.engine, [greedy(r.prompt_ids, 80, after=p.token_ids) for r, p in zip(asked, parts, strict=True)]
-    )
-    for part, end, uncut in zip(parts, rest, whole, strict=True):
-        yield part.finish_reason, len(part.token_ids), part.token_ids + end.token_ids == uncut.token_ids
+    parts = [first.get(i + 1, EMPTY_RESPONSE) for i in range(len(asked))]  # those that were taken
+    cut = [i for i, part in enumerate(parts) if part.finish_reason == "abort"]
+    rests = answers(rank.engine, [replace(asked[i][0], response_ids=parts[i].token_ids) for i in cut])
+    ends = parts.copy()
+    for i, rest in zip(cut, rests, strict=True):
+        ends[i] = parts[i].continued(rest)
+    for (_, token_ids), part, end in zip(asked, parts, ends, strict=True):
+        is_whole = end.token_ids == token_ids and len(end.logprobs) == len(token_ids)
+        yield part.finish_reason, len(part.token_ids), is_whole

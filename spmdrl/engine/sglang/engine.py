@@ -225,7 +225,7 @@ class SGLangEngine(RolloutEngine):
             if (answered := _first(finished)) is not None:
                 index, answer = answered
                 version, request = running.pop(index)
-                response = _response(answer.result(), version if version in self._adapters else None)
+                response = _response(answer.result(), request, version if version in self._adapters else None)
                 if (routes := self._options.routes) is not None:
                     about = answer.result()["meta_info"]
                     response = replace(response, routes=routes.read(about, request, response))
@@ -454,13 +454,22 @@ def _sampling_params(request: Request) -> dict[str, Any]:
     }
 
 
-def _response(answer: Mapping[str, Any], version: int | None) -> Response:
-    """Translate an answer; `version` is that of its adapters, and without them SGLang knows it."""
+def _response(answer: Mapping[str, Any], request: Request, version: int | None) -> Response:
+    """Translate an answer; `version` is that of its adapters, and without them SGLang knows it.
+
+    SGLang calls every request aborted that ran when an abort came, also one that ended in the pass that each of them
+    still gets (0.5.23). It would continue behind its stop token, or be asked for no token and get a log-probability of
+    one.
+    """
     about = answer["meta_info"]
     logprobs = about["output_token_logprobs"]
     reason: FinishReason = about["finish_reason"]["type"]
     assert reason in ("stop", "length", "abort"), about["finish_reason"]
     token_ids = tuple(answer["output_ids"])
+    if reason == "abort" and token_ids and token_ids[-1] in request.stop_token_ids:
+        reason = "stop"
+    elif reason == "abort" and len(request.response_ids) + len(token_ids) == request.max_response_tokens:
+        reason = "length"
     spans = _spans(about) if version is None else [Span(version, len(token_ids))] if token_ids else []
     return Response(
         token_ids=token_ids,
