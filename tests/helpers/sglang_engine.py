@@ -193,10 +193,12 @@ def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, b
     asked = [(greedy(ids, 80), uncut.token_ids) for ids, uncut in zip(prompts(8), whole, strict=True)]
     short = greedy((5, 6, 7), 10)
     passes = range(short.max_response_tokens + 1, short.max_response_tokens + 17)
+    ends = _ends_of(rank.policy.model.config)  # where SGLang stops as soon as there is a stop token
     for request, token_ids in asked.copy():
         for length in passes:
-            if token_ids.index(token_ids[length - 1]) == length - 1:  # the first of its kind, so that it may be a stop
-                asked.append((replace(request, stop_token_ids=frozenset({token_ids[length - 1]})), token_ids[:length]))
+            if {token_ids[length - 1], *ends}.isdisjoint(token_ids[: length - 1]):
+                stops = frozenset({token_ids[length - 1], *ends})
+                asked.append((replace(request, stop_token_ids=stops), token_ids[:length]))
     request, token_ids = asked[0]
     asked += [(replace(request, max_response_tokens=length), token_ids[:length]) for length in passes]
     first: dict[int, Response] = {}
@@ -213,3 +215,9 @@ def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, b
     for (_, token_ids), part, end in zip(asked, parts, ends, strict=True):
         is_whole = end.token_ids == token_ids and len(end.logprobs) == len(token_ids)
         yield part.finish_reason, len(part.token_ids), is_whole
+
+
+def _ends_of(config: Any) -> set[int]:
+    """The tokens that end a response by the model's config."""
+    ends = config.get_text_config().eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends} - {None}
