@@ -209,10 +209,10 @@ def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, b
     parts = [first.get(i + 1, EMPTY_RESPONSE) for i in range(len(asked))]  # those that were taken
     cut = [i for i, part in enumerate(parts) if part.finish_reason == "abort"]
     rests = answers(rank.engine, [replace(asked[i][0], response_ids=parts[i].token_ids) for i in cut])
-    ends = parts.copy()
+    continued = parts.copy()
     for i, rest in zip(cut, rests, strict=True):
-        ends[i] = parts[i].continued(rest)
-    for (_, token_ids), part, end in zip(asked, parts, ends, strict=True):
+        continued[i] = parts[i].continued(rest)
+    for (_, token_ids), part, end in zip(asked, parts, continued, strict=True):
         is_whole = end.token_ids == token_ids and len(end.logprobs) == len(token_ids)
         yield part.finish_reason, len(part.token_ids), is_whole
 
