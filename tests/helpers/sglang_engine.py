@@ -183,10 +183,10 @@ def worst_difference(rank: Rank, asked: list[Request], responses: list[Response]
 
 def interrupted(rank: Rank, whole: list[Response]) -> Iterator[tuple[str, int, bool]]:
     """Abort in the middle, go on from there; for each response how it was cut, the tokens before the cut, and whether
-    all of it is as far as it goes the `whole` one, which was asked for as `greedy(ids, 80)`.
+    it has the tokens that it should have by the `whole` ones, which were asked for as `greedy(ids, 80)`.
 
-    After the eight of these come some that end about when the abort comes: each of the next passes is the last one of
-    a response that ends by its limit, and some are of one that ends by a stop token.
+    The eight of these are followed by shorter ones, which end about when the abort comes: in each of the next passes
+    one reaches its limit, and in some of them others their stop token.
     """
     if not rank.engine.leads:
         return

@@ -457,9 +457,9 @@ def _sampling_params(request: Request) -> dict[str, Any]:
 def _response(answer: Mapping[str, Any], request: Request, version: int | None) -> Response:
     """Translate an answer; `version` is that of its adapters, and without them SGLang knows it.
 
-    SGLang calls every request aborted that ran when an abort came, also one that ended in the pass that each of them
-    still gets (0.5.23). It would continue behind its stop token, or be asked for no token and get a log-probability of
-    one.
+    An abort lets each running request have one more pass, and SGLang reports all of them as aborted, also one that this
+    pass has ended (0.5.23). Taken for unfinished, such a response would be sampled on behind its stop token; at its
+    limit SGLang would be asked for no tokens, and answer with the log-probability of one.
     """
     about = answer["meta_info"]
     logprobs = about["output_token_logprobs"]
