@@ -111,10 +111,15 @@ def read_fields(path: Path, types: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def replace_json(path: Path, content: Any) -> None:
-    """Write a value atomically: a reader finds the old one or the new one."""
+    """Write a value as `replace_text` writes a text."""
+    replace_text(path, json.dumps(content))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically: a reader finds the old text or the new one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

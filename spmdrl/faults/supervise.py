@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, Protocol
 
-from spmdrl.faults.files import FaultFiles
+from spmdrl.faults.files import FaultFiles, replace_text
 from spmdrl.faults.guard import signal_at_parents_end
 from spmdrl.faults.lock import FolderInUse, owned
 from spmdrl.faults.rank_status import read_statuses
@@ -291,7 +291,7 @@ class Patience:
 def ask_to_stop(files: FaultFiles, number: signal.Signals) -> None:
     """Make the run stop at its next edge between two phases."""
     files.path.mkdir(parents=True, exist_ok=True)
-    files.stop.write_text(name_of(number), encoding="utf-8")
+    replace_text(files.stop, name_of(number))  # ranks read its reason as soon as it is there
     if number == signal.SIGINT:
         say("stopping after this phase, with a checkpoint; Ctrl-C again ends it at once", sys.stderr)
 

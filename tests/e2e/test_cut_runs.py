@@ -188,6 +188,7 @@ def test_colocated(folder: Path, pair: Path, server: JudgeServer) -> None:
     assert [(one / "evaluations").read_text().split() for one in (pair, run)] == [["0", "2", "3"], ["0", "2", "2", "3"]]
 
 
+@pytest.mark.slow
 def test_disaggregated(folder: Path, alone: Path) -> None:
     """Also equal to a run on one rank that does both."""
     assert_same_run(cut_run(folder, "disaggregated", DISAGGREGATED, *APART), alone)

@@ -50,6 +50,7 @@ def test_the_policy_comes_closer_to_its_teacher(distilled: Path) -> None:
     assert {row["reward/mean"] for row in rows(distilled)} == {0.0}
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_is_bitwise_the_run_that_did_not(folder: Path, distilled: Path) -> None:
     launch(folder, 2, "run.name=stopped", "run.num_steps=2", "export.at_end=false")
     launch(folder, 2, "run.name=stopped")
@@ -91,6 +92,7 @@ def test_the_policy_learns_from_itself_with_the_answer_before_it(folder: Path, d
     assert all(row["distill/reverse_nats"] > 0 for row in rows(folder / "runs/hinted"))
 
 
+@pytest.mark.slow
 def test_the_policy_learns_from_what_its_environment_said(folder: Path, distilled: Path) -> None:
     overrides = [
         'models={self={weights="policy"}}',

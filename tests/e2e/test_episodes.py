@@ -271,6 +271,7 @@ def turns_of(rollout: Rollout) -> list[tuple[str, float]]:
     return [(role, sum(one.role_rewards.get(role, 0.0) for one in read)) for role in roles]
 
 
+@pytest.mark.slow
 def test_with_equal_bits_the_mismatch_of_every_turn_is_zero(folder: Path) -> None:
     launch(folder, 1, "run.name=exact", "run.num_steps=2", "true_on_policy=true", *SETTINGS)
     assert [row["mismatch/max_abs_nats"] for row in rows(folder / "runs/exact")[1:]] == [0.0, 0.0]

@@ -380,6 +380,7 @@ def test_a_policy_that_judges_itself_goes_on_with_the_same_rewards(
     assert all(row["now"]["parts"]["judge"] == row["before"]["parts"]["judge"] for row in rescored)
 
 
+@pytest.mark.slow
 def test_a_judge_that_fails_in_every_way_fails_these_rollouts_and_no_others(tmp_path: Path) -> None:
     """All are counted, and beyond `max_failed_fraction` the run ends before it has changed a weight."""
     how = [kind for kind in FAILURES for _ in range(3)]
@@ -438,6 +439,7 @@ def _train_with(cache: str, argv: list[str]) -> int:
     return without_curves(train, argv)
 
 
+@pytest.mark.slow
 def test_a_set_within_a_run_is_that_of_the_exported_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,8 @@ def test_a_rate_for_what_is_not_trained_is_refused(folder: Path, capsys: pytest.
 SHARERS = {"adapters": ("lora.rank=4",), "critic": ("advantage.estimator=gae", "rollout.group_size=1")}
 
 
-@pytest.mark.parametrize("name", [pytest.param("adapters", marks=pytest.mark.slow), "critic"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARERS)
 def test_adapters_and_a_critic_share_the_look_of_a_frozen_tower(folder: Path, name: str) -> None:
     launch(folder, 2, f"run.name={name}", "run.num_steps=2", *SHARERS[name])
     steps = rows(folder / "runs" / name)[1:]

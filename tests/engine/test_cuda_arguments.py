@@ -27,6 +27,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.vision import save_vision_files
 from tests.helpers.vision_models import save_qwen3_vl
 
+pytestmark = pytest.mark.slow  # SGLang is imported anew, behind a device that is only simulated
+
 MEMORY_MIB = 143_771
 GIVES_BACK = 'offload.engine=["kv_cache", "weights", "cuda_graph"]'
 APART = ('rollout.placement="disaggregated"', "rollout.num_ranks=1")

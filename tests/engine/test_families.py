@@ -98,7 +98,7 @@ def all_of_it(path: str, num_ranks: int, lora: dict[str, Any] | None, sglang: di
 @pytest.mark.parametrize(
     ("save", "num_ranks", "lora"),
     [
-        (save_qwen3_next, 1, None),
+        pytest.param(save_qwen3_next, 1, None, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5, 1, None, marks=pytest.mark.slow),
         pytest.param(save_qwen3_5_moe, 1, None, marks=pytest.mark.slow),
         pytest.param(save_with_yarn, 1, None, marks=pytest.mark.slow),

@@ -146,6 +146,7 @@ def test_sglang_holds_the_integers_that_were_sent(
     assert "does not hold the trainer's weights" in found["corrupt"]
 
 
+@pytest.mark.slow
 def test_another_list_of_weights_is_refused(tmp_path: Path) -> None:
     (said,) = run_engine_ranks(1, other_list, save_qwen3(tmp_path, **SIZES))
     assert said == (

@@ -96,6 +96,7 @@ def _wide_logprobs(
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_engine_and_trainer_round_at_the_same_places(tmp_path: Path) -> None:
     skip_where_inexact(tmp_path)

@@ -47,6 +47,7 @@ def python(*arguments: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_engine_can_be_imported() -> None:
     code = """
 import spmdrl_sglang_cpu

@@ -166,6 +166,7 @@ def _resumed(cfg: Config, folder: str, first: int, last: int, moves: Any) -> Any
         return state, asleep / weights, have_state, refusal
 
 
+@pytest.mark.slow
 def test_asleep_and_resumed_is_bitwise_awake_and_never_stopped(paths: tuple[str, str], tmp_path: Path) -> None:
     cfg = ppo(*paths, ADAMW)
     whole, nothing, have_state, refusal = run_ranks(2, _resumed, cfg, str(tmp_path / "whole"), 1, STEPS, "none")[0]

@@ -59,7 +59,7 @@ def _trained(path: str, folder: str, launches: list[tuple[Moves, int, int]]) -> 
         return state
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_with_sleep_is_bitwise_training_without(qwen3: str, tmp_path: Path, num_ranks: int) -> None:
     whole = run_ranks(num_ranks, _trained, qwen3, str(tmp_path / "whole"), [("none", 1, 3)])[0]
     assert any(whole[name].any() for name in whole if "exp_avg" in name)

@@ -148,7 +148,8 @@ def assert_same_update(path: str, one: Outcome, others: list[Outcome]) -> None:
         assert others[0][1][name] == pytest.approx(one[1][name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/spmd/test_matrix.py has splits of other models
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_split_model_has_the_gradients_of_one_rank(
     num_ranks: int, models: dict[str, str], one_rank: dict[str, Outcome]
 ) -> None:
@@ -211,6 +212,7 @@ def _train_on(path: str, runs: list[tuple[Path, dict[str, int], int, int]]) -> l
     return weights
 
 
+@pytest.mark.slow
 @needs_expert_plans
 def test_a_split_model_goes_on_where_it_was_saved(models: dict[str, str], tmp_path: Path) -> None:
     path = models["qwen3_moe"]

@@ -623,7 +623,7 @@ def test_the_steps_staleness_is_that_of_what_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-@pytest.mark.parametrize("with_baseline", [False, True])
+@pytest.mark.parametrize("with_baseline", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("drops_equal", [False, True])
 def test_a_run_that_stopped_collects_what_it_would_have_collected(
     drops_equal: bool, with_baseline: bool, gives_up: bool

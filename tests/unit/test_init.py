@@ -92,6 +92,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_verdict_comes_first(model: Path, sums: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", str(model), "--data", str(sums), "--reward", "exact", "--gpus", "0"]
     assert main(given) == 0

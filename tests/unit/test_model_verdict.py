@@ -121,8 +121,17 @@ def with_renormalized_experts(monkeypatch: pytest.MonkeyPatch) -> None:
             *("granite-3.3-2b", without_logit_scale, "first in head", "logits_scaling = 8"), marks=pytest.mark.slow
         ),
         ("llama-3.2-1b", with_later_positions, "layer 0: self_attn, token 64 of sequence 0", "positions from 64 on"),
-        ("qwen3-next-80b-a3b", with_leaking_state, "layer 0: linear_attn, token 0 of sequence 1", "a state that leaks"),
-        ("qwen1.5-moe-a2.7b", with_renormalized_experts, "layer 0: mlp, token 0", "norm_topk_prob = False"),
+        pytest.param(
+            "qwen3-next-80b-a3b",
+            with_leaking_state,
+            "layer 0: linear_attn, token 0 of sequence 1",
+            "a state that leaks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("qwen1.5-moe-a2.7b", with_renormalized_experts, "layer 0: mlp, token 0", "norm_topk_prob = False"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_planted_faults_are_found_and_named(
@@ -159,8 +168,11 @@ def test_the_page_shows_what_was_recorded() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("moonlight-16b-a3b", "gpt-oss-20b"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granite-3.3-2b", "longcat-flash")),
+        "gpt-oss-20b",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("moonlight-16b-a3b", "granite-3.3-2b", "longcat-flash")
+        ),
     ],
 )
 def test_one_rank_answers_as_recorded(tmp_path: Path, name: str) -> None:

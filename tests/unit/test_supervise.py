@@ -22,7 +22,17 @@ from spmdrl.faults.forked import Forked
 from spmdrl.faults.lock import owned
 from spmdrl.faults.rank_status import own_host
 from spmdrl.faults.slurm import SlurmJob, after, job_of
-from spmdrl.faults.supervise import Commands, Ending, Requests, Starter, conclude, end_at_once, launch, tell
+from spmdrl.faults.supervise import (
+    Commands,
+    Ending,
+    Requests,
+    Starter,
+    ask_to_stop,
+    conclude,
+    end_at_once,
+    launch,
+    tell,
+)
 from spmdrl.faults.verdict import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -148,7 +158,13 @@ def started(starter_of: Start, run: Path, monkeypatch: pytest.MonkeyPatch) -> It
     process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(signal.SIGTERM, signal.SIGINT),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP)),
+    ],
+)
 def test_a_request_becomes_the_file_stop_and_not_the_end_of_the_ranks(
     started: subprocess.Popen[str], number: signal.Signals
 ) -> None:
@@ -157,6 +173,21 @@ def test_a_request_becomes_the_file_stop_and_not_the_end_of_the_ranks(
     assert printed == ("Ctrl-C\n" if number == signal.SIGINT else f"{number.name}\n")
     assert ("Ctrl-C again ends it at once" in told) == (number == signal.SIGINT)
     assert started.returncode == 0, "the stand-in leaves no word that it has stopped"
+
+
+def test_ranks_find_the_file_stop_with_its_reason_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, seen, write = FaultFiles(tmp_path), [], Path.write_text
+
+    def write_slowly(path: Path, text: str, encoding: str) -> int:
+        path.touch()
+        seen.append(files.stop.exists())
+        return write(path, text, encoding)
+
+    monkeypatch.setattr(Path, "write_text", write_slowly)
+    ask_to_stop(files, signal.SIGTERM)
+    assert seen == [False] and files.stop.read_text() == "SIGTERM" and os.listdir(tmp_path) == ["stop"]
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(run: Path, started: subprocess.Popen[str]) -> None:
@@ -189,7 +220,10 @@ def test_a_terminal_whose_display_was_killed_shows_its_cursor(
 
 
 @pytest.mark.parametrize("moment", ["IMPORTS", "CHECK"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_a_request_during_the_check_ends_it_with_a_word(
     starter_of: Start, run: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, moment: str
 ) -> None:
@@ -237,7 +271,7 @@ def test_what_the_check_prints_is_for_those_who_ask_for_a_dry_run(
     assert capfd.readouterr() == ("a rank\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_ranks_that_are_ended_before_they_have_met_do_not_end_without_a_word(
     start: Callable[..., Ending], number: signal.Signals
 ) -> None:

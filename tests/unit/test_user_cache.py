@@ -12,6 +12,7 @@ import pytest
 from spmdrl.model.machine import place_torchs_cache, users_cache
 
 
+@pytest.mark.slow
 def test_imports_leave_no_temporary_files_and_the_room_of_cpus_out(tmp_path: Path) -> None:
     places = {"TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for place in places.values():

@@ -67,7 +67,13 @@ def test_a_frozen_tower_has_weights_and_nothing_more(tmp_path: Path, save) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5_vl, save_gemma3_vl, save_gemma4_vl])
+@pytest.mark.parametrize(
+    "save",
+    [
+        *(save_qwen3_vl, save_gemma4_vl),
+        *(pytest.param(save, marks=pytest.mark.slow) for save in (save_qwen2_5_vl, save_qwen3_5_vl, save_gemma3_vl)),
+    ],
+)
 def test_what_a_trained_tower_keeps_is_what_the_formula_says(
     tmp_path: Path, save: Callable[..., str], dtype: torch.dtype
 ) -> None:
