@@ -72,6 +72,7 @@ CHECK_VERSION := import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) 
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PYTEST := $(IN_VENV) python -m pytest --durations=10 $(ARGS)
 ONE_THREAD := OMP_NUM_THREADS=1
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile the package and the tests again
 SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch $(wildcard benchmarks/*.sh) .ci/run
 
 .DEFAULT_GOAL := help
