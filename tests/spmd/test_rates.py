@@ -1,4 +1,4 @@
-"""Parameters with learning rates of their own: a rate of 0 freezes, an equal one changes nothing, a run resumes."""
+"""Optimizers on shards, and parameters with learning rates of their own: a rate of 0 freezes, a run resumes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from spmdrl.algo.metrics import scalars
 from spmdrl.config import OptimConfig
 from spmdrl.dist.mesh import Meshes, build_meshes
 from spmdrl.dist.session import spmd_session
+from spmdrl.learn import optim
 from spmdrl.learn.learner import Learner
 from spmdrl.learn.objective import PolicyObjective
 from spmdrl.model.load import load_policy, model_without_memory
@@ -31,10 +33,17 @@ from tests.helpers.vision_models import save_qwen3_vl
 LAYER, EMBEDDING = "layers.0.*", "embed_tokens.weight"
 # So that clipping does not look at what a rate of 0 leaves alone.
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e6}
+SGD: dict[str, Any] = {"name": "sgd", "lr": 0.5, "weight_decay": 0.1}
 SEVERAL: dict[str, Any] = {
     **{"name": "sgd", "lr": 0.5, "momentum": 0.5, "max_grad_norm": 1e6},
     **{"schedule": "linear", "warmup_steps": 2, "min_lr_fraction": 0.1},
     "rates": {LAYER: 0.05, EMBEDDING: 0.0},
+}
+
+# torch's own classes, which compute with DTensors.
+THROUGH_DTENSORS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {"foreach": False}),
 }
 
 
@@ -76,6 +85,14 @@ def _on_one_rank(path: str, folder: str) -> Resumed:
         return _resumed(path, folder, build_meshes(world))
 
 
+def _through_dtensors(path: str, meshes: Meshes) -> dict[str, dict[str, Tensor]]:
+    with mock.patch.object(optim, "optimizer_class", THROUGH_DTENSORS.__getitem__):
+        return {
+            "plain, through DTensors": after_two_updates(path, meshes, ADAMW),
+            "sgd, through DTensors": after_two_updates(path, meshes, SGD),
+        }
+
+
 def _on_two_ranks(path: str, folder: str) -> tuple[Resumed, dict[str, dict[str, Tensor]]]:
     with spmd_session(threads_per_rank=1, deterministic=True) as world:
         meshes = build_meshes(world)
@@ -83,6 +100,8 @@ def _on_two_ranks(path: str, folder: str) -> tuple[Resumed, dict[str, dict[str, 
             "frozen": after_two_updates(path, meshes, ADAMW, freeze=(LAYER, EMBEDDING)),
             "at 0": after_two_updates(path, meshes, ADAMW | {"rates": {LAYER: 0.0, EMBEDDING: 0.0}}),
             "plain": after_two_updates(path, meshes, ADAMW),
+            "sgd": after_two_updates(path, meshes, SGD),
+            **_through_dtensors(path, meshes),
             "the same": after_two_updates(path, meshes, ADAMW | {"rates": {LAYER: ADAMW["lr"]}}),
         }
 
@@ -103,6 +122,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     (one,) = run_ranks(1, _on_one_rank, path, str(folder / "1"))
     (two, states), _ = run_ranks(2, _on_two_ranks, path, str(folder / "2"))
     return Trained(one, two, states)
+
+
+@pytest.mark.parametrize("name", ["plain", "sgd"])
+def test_steps_on_shards_are_those_through_dtensors(trained: Trained, name: str) -> None:
+    shards, dtensors = trained.states[name], trained.states[f"{name}, through DTensors"]
+    assert shards.keys() == dtensors.keys() and any(key.endswith("exp_avg") for key in shards) == (name == "plain")
+    for key, value in shards.items():
+        assert torch.equal(value, dtensors[key]), key
 
 
 def test_a_rate_of_0_leaves_weights_as_freezing_does(trained: Trained) -> None:
