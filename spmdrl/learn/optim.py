@@ -43,8 +43,8 @@ def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], di
 def _on_shards(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Derive a class whose step computes with this rank's shards, as the update of an element needs no other element.
 
-    Given DTensors, torch works out in the first step how ranks share each of them, which takes milliseconds for one, and
-    more where a mesh has several dimensions. The state stays in DTensors, which checkpoints need.
+    Given DTensors, torch works out in the first step how ranks share each of them: milliseconds for one, and more on a
+    mesh of several dimensions. The state stays in DTensors, which checkpoints need.
     """
 
     class OnShards(kind):  # type: ignore[valid-type, misc]
