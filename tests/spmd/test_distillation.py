@@ -281,6 +281,7 @@ def test_frozen_models_are_gathered_and_laid_out_as_their_tables_say(folder: Pat
         assert_same_change(alone, shared, initial(str(folder / student)), 2e-5)
 
 
+@pytest.mark.slow
 def test_a_copy_follows_its_policy_on_every_layout_as_on_one_rank(folder: Path) -> None:
     table: dict[str, Any] = {"teacher": "average", "divergence": "forward"}
     layouts: list[tuple[str, dict[str, int]]] = [("student", {}), ("student", {"cp": 2}), ("student", {"tp": 2})]
