@@ -20,13 +20,37 @@ from spmdrl.user_code import load
 _PATTERN = "pattern"  # of a group of parameters: its key in `optim.rates`, None where it has none
 
 
+class _OnShards(torch.optim.Optimizer):
+    """Steps with this rank's shards: the update of an element needs no other element, and FSDP splits a gradient as its
+    parameter.
+
+    Given DTensors, torch works out in the first step how ranks share each of them: milliseconds for one, and more on a
+    mesh of several dimensions. The state stays in DTensors, which checkpoints need.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Any]) -> Any:
+        found = super()._init_group(group, *tensors)  # type: ignore[misc]  # of the class beside this one
+        if not group.get("momentum"):  # SGD would put the buffers of its first step into the state as they are
+            for some in tensors:
+                some[:] = (x.to_local() if isinstance(x, DTensor) else x for x in some)
+        return found
+
+
+class _AdamW(_OnShards, torch.optim.AdamW):
+    """torch's AdamW, on shards."""
+
+
+class _SGD(_OnShards, torch.optim.SGD):
+    """torch's SGD, on shards where it has no momentum."""
+
+
 def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Return the class that `optim.name` names, with the arguments that make it fast. Raises UserError if there is
     none."""
     if name == "adamw":
-        return _on_shards(torch.optim.AdamW), {"fused": True}
+        return _AdamW, {"fused": True}
     if name == "sgd":
-        return _on_shards(torch.optim.SGD), {"foreach": False}
+        return _SGD, {"foreach": False}  # with momentum, True would make the first step slower than many
     if ":" not in name:
         raise UserError(
             f'optim.name = "{name}" is not known; use "adamw", "sgd", "package.module:Class" or "path/file.py:Class"'
@@ -38,25 +62,6 @@ def optimizer_class(name: str) -> tuple[Callable[..., torch.optim.Optimizer], di
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f'optim.name = "{name}" is not a torch.optim.Optimizer')
     return found, {}
-
-
-def _on_shards(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Derive a class whose step computes with this rank's shards, as the update of an element needs no other element.
-
-    Given DTensors, torch works out in the first step how ranks share each of them: milliseconds for one, and more on a
-    mesh of several dimensions. The state stays in DTensors, which checkpoints need.
-    """
-
-    class OnShards(kind):  # type: ignore[valid-type, misc]
-        def _init_group(self, group: dict[str, Any], *tensors: list[Any]) -> Any:
-            found = super()._init_group(group, *tensors)
-            if not group.get("momentum"):  # SGD would put the buffers of its first step into the state as they are
-                for some in tensors:
-                    some[:] = (x.to_local() if isinstance(x, DTensor) else x for x in some)
-            return found
-
-    OnShards.__name__ = kind.__name__
-    return OnShards
 
 
 def optimizer_problems(cfg: OptimConfig) -> Iterator[str]:

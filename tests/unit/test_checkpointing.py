@@ -219,12 +219,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 MOST = {"gemma4 with inputs of layers": 1.2}  # its layers without keys of their own are counted as if they had some
 
 
-# In `make test`: those that have what others have, and more.
-SHORT = ("qwen3_5", "nemotron_h", "gemma4 with experts", "deepseek_v3")
+# Two kinds of recurrent layers, windows with experts, and latents.
+IN_THE_GATE = ("qwen3_5", "nemotron_h", "gemma4 with experts", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in HYBRIDS | OTHERS]
+    "model", [pytest.param(name, marks=() if name in IN_THE_GATE else pytest.mark.slow) for name in HYBRIDS | OTHERS]
 )
 def test_what_layers_of_several_kinds_keep_is_what_the_formula_says(model: str) -> None:
     for dtype, level in itertools.product((torch.float32, torch.bfloat16), ("none", "full", "selective")):
