@@ -83,7 +83,9 @@ def at_once(client: EnvironmentClient, *texts: str) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("bomb", ["goes_off", "never_gives_up", "branches", "is_full"])
+@pytest.mark.parametrize(
+    "bomb", ["goes_off", "never_gives_up", pytest.param("branches", marks=pytest.mark.slow), "is_full"]
+)
 def test_a_fork_bomb_costs_its_episode_and_leaves_room_for_the_next(client: EnvironmentClient, bomb: str) -> None:
     if client.unprotected:
         pytest.skip("; ".join(client.unprotected))

@@ -143,6 +143,7 @@ def mixed(folder: Path) -> Path:
     return folder / "runs/mixed"
 
 
+@pytest.mark.slow
 def test_mathematics_is_rewarded_and_style_distilled(mixed: Path) -> None:
     first, second = rows(mixed)
     assert all(row["advantage/size_others"] > 0.0 == row["advantage/size_style"] for row in (first, second))

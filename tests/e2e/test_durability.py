@@ -212,6 +212,7 @@ def test_a_kill_in_the_middle_of_a_write(folder: Path, straight: Path, moment: i
     assert not list(checkpoints.glob("*.*"))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_named_by_the_run(
     folder: Path, straight: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

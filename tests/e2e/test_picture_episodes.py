@@ -110,12 +110,14 @@ def test_one_rank_samples_the_episodes_of_two(folder: Path, whole: Path) -> None
         assert rollout.observations == pair[place].observations
 
 
+@pytest.mark.slow
 def test_a_step_is_computed_again_to_the_last_bit(whole: Path) -> None:
     """From the files of pictures that the recording has: no environment shows them again."""
     (code, words), _ = run_ranks(2, told, replay.main, str(whole), "--step", "2")
     assert code == 0 and "step 2: no difference" in words, words
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_train_what_the_run_trained(folder: Path, whole: Path) -> None:
     overrides = [f'debug={{ load_rollouts = "{whole}/rollouts" }}', "run.name=read", ENVIRONMENT]
     assert run_ranks(2, without_curves, main, [str(folder / "c.toml"), *overrides]) == [0, 0]

@@ -291,9 +291,8 @@ def test_resume_never_refuses_a_folder_that_holds_a_run(folder: Path, whole: Pat
 LAYOUTS = {"context": "parallel.cp=2", "tensor": "parallel.tp=2", "copies": "parallel.dp_replicate=2"}
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "context" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_sample_and_learn_the_same(whole: Path, folder: Path, layout: str) -> None:
     launch(folder, 2, f"run.name={layout}", "run.num_steps=2", "checkpoint.every=0", LAYOUTS[layout])
     for one, other in zip(rows(whole)[:3], rows(folder / "runs" / layout), strict=True):

@@ -118,6 +118,7 @@ def test_the_tower_stays_as_it_was(folder: Path, straight: Path) -> None:
     assert all(equal == ("visual" in name) for name, equal in is_equal.items())
 
 
+@pytest.mark.slow
 def test_a_tower_that_is_trained_moves_and_the_engine_sees_by_it(folder: Path) -> None:
     launch(folder, 2, "run.name=trained", "run.num_steps=2", "model.freeze=[]", 'optim.rates={"visual.*"=1e-4}')
     before = AutoModelForImageTextToText.from_pretrained(folder / "model").state_dict()

@@ -173,8 +173,9 @@ def on_a_quantized_base(path: str, base: str, merge: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize(("base", "merge"), [("nf4", False), pytest.param("8bit", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("base", "merge"), [("nf4", False), ("8bit", True)])
 def test_sglang_samples_from_the_weights_that_a_quantized_base_stands_for(
     tmp_path: Path, base: str, merge: bool
 ) -> None:

@@ -135,7 +135,11 @@ def other_list(path: str) -> str:
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize(("save", "sizes"), [(save_qwen3, {}), (save_qwen3_moe, EXPERTS)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("save", "sizes"),
+    [pytest.param(save_qwen3, {}, marks=pytest.mark.slow), (save_qwen3_moe, EXPERTS)],
+    ids=["dense", "experts"],
+)
 def test_sglang_holds_the_integers_that_were_sent(
     tmp_path: Path, save: Callable[..., str], sizes: dict[str, int]
 ) -> None:

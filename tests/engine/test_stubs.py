@@ -77,6 +77,7 @@ def _without_sglang(path: str) -> tuple[bool, list[str]]:
     return bool(model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()), stand_ins_seen()
 
 
+@pytest.mark.slow
 def test_other_processes_see_no_stubs(tmp_path: Path) -> None:
     assert run_ranks(1, _without_sglang, save_qwen3(tmp_path)) == [(True, [])]
 

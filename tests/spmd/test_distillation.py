@@ -258,6 +258,7 @@ def test_the_gradient_is_that_of_one_rank(folder: Path, num_ranks: int) -> None:
         assert numbers["update/loss"] == pytest.approx(metrics["update/loss"], rel=1e-6), layout
 
 
+@pytest.mark.slow
 def test_frozen_models_are_gathered_and_laid_out_as_their_tables_say(folder: Path) -> None:
     """The outputs of teachers have the same bits, gathered once or in each pass and over fewer ranks; and about the
     same with experts on other ranks, whether the policy has some or not."""

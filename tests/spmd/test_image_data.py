@@ -90,6 +90,7 @@ def test_recordings_have_the_images_of_prompts_and_of_turns(folder: Path) -> Non
         assert rollout.prompt.question.count("<image>") == len(placeholders)
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_train_what_the_run_trained(folder: Path) -> None:
     text = (folder / "c.toml").read_text()
     without_eval = text[: text.index("[eval]")] + text[text.index("[checkpoint]") :]

@@ -102,7 +102,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", SETTINGS)
 def test_one_and_two_ranks_score_what_they_sampled(tmp_path: Path, dtype: str) -> None:
     skip_where_inexact(tmp_path / "exact", getattr(torch, dtype))
     paths = save_qwen3(tmp_path / "qwen3"), save_llama(tmp_path / "llama")

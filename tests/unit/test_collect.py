@@ -1036,7 +1036,7 @@ def num_begun(run: Run, step: int) -> int:
         pytest.param(False, PARTIAL, id="partial"),
         pytest.param(True, PARTIAL, id="partial that gives up", marks=pytest.mark.slow),
         pytest.param(False, OLDEST_FIRST, id="oldest first", marks=pytest.mark.slow),
-        pytest.param(True, OLDEST_FIRST, id="oldest first that gives up"),
+        pytest.param(True, OLDEST_FIRST, id="oldest first that gives up", marks=pytest.mark.slow),
     ],
 )
 def test_episodes_go_on_in_later_steps_and_runs_and_leave_no_environment_open(

@@ -227,6 +227,7 @@ def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code)
 
 
+@pytest.mark.slow
 def test_one_line_writes_a_configuration_and_starts_it(
     model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -311,7 +311,7 @@ def turns_of(
     return conversations(engine, begins, said, num_turns=num_turns)
 
 
-@pytest.mark.parametrize("max_running", [1, 5, 16])
+@pytest.mark.parametrize("max_running", [pytest.param(1, marks=pytest.mark.slow), 5, 16])
 def test_a_request_that_goes_on_reads_only_what_is_new(
     model, max_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
