@@ -282,6 +282,8 @@ def test_nodes_without_a_gpu(cluster: Cluster, folder: Path, drill: Drill) -> No
 
 
 def test_another_user_than_root(cluster: Cluster, folder: Path, drill: Drill, interpreter: Path) -> None:
+    for above in folder.parents[:3]:
+        above.chmod(0o755)  # pytest takes this away whenever it starts, also beside these tests
     own = folder / "of-nobody"
     own.mkdir(mode=0o777)
     own.chmod(0o777)
