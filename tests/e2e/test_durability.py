@@ -257,7 +257,8 @@ def test_two_ranks_then_one_then_four(folder: Path) -> None:
             torch.testing.assert_close(tensor, weights(moved)[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_on_other_ranks_a_run_goes_on_with_the_same_prompts_and_seeds(
     folder: Path, straight: Path, num_ranks: int
 ) -> None:

@@ -284,6 +284,7 @@ def test_a_run_is_replayed_and_its_export_evaluated(whole: Path) -> None:
     assert set(run_ranks(2, replay.main, [str(whole), "--step", "4"], timeout_s=100.0)) == {0}
 
 
+@pytest.mark.slow
 def test_episodes_go_on_in_the_next_step_and_in_the_run_that_goes_on_apart_from_the_trainer(folder: Path) -> None:
     """With greedy episodes to compare with, on a rank of their own; the run is stopped and goes on."""
     apart = (

@@ -154,6 +154,7 @@ def test_engines_that_are_ahead_are_dismissed(folder: Path) -> None:
     assert read_requeue(FaultFiles(folder / "runs/ahead-stopped")) is None
 
 
+@pytest.mark.slow
 def test_fine_tuning_stops_and_goes_on(folder: Path) -> None:
     rows = [{"prompt": f"{i} + 1 =", "answer": "", "response": str(i + 1)} for i in range(32)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -274,6 +274,7 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(tmp_path: Pa
     assert code == 2 and "adapters of another base" in error, error
 
 
+@pytest.mark.slow
 def test_levers_of_memory_change_no_adapter(tmp_path: Path, fine_tuning: Path) -> None:
     none = "run.num_steps=2"
     levers = (none, "model.cpu_offload=true", "optim.state_on_host=true", "model.gradient_checkpointing=full")

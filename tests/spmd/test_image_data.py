@@ -73,6 +73,7 @@ def told(program: Callable[[list[str]], int], *arguments: str) -> tuple[int, str
     return code, words.getvalue()
 
 
+@pytest.mark.slow
 def test_a_step_is_computed_again_to_the_last_bit(folder: Path) -> None:
     assert recorded_steps(folder / "run/rollouts") == [1, 2]
     (code, words), _ = run_ranks(2, told, replay.main, str(folder / "run"), "--step", "2")

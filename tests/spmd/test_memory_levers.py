@@ -156,7 +156,7 @@ def _with_state_on_host(path: str, folder: str) -> tuple[dict[str, Tensor], dict
         return whole, blocks, moved == weights
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_state_on_the_host_is_bitwise_state_on_the_device(qwen3: str, tmp_path: Path, num_ranks: int) -> None:
     for whole, blocks, only_weights_slept in run_ranks(num_ranks, _with_state_on_host, qwen3, str(tmp_path)):
         assert any(whole[name].any() for name in whole if "exp_avg" in name)

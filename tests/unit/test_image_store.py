@@ -166,6 +166,7 @@ if sys.argv[3] == "killed":
 """
 
 
+@pytest.mark.slow
 def test_runs_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store of a run that ends goes with it, that of one that is killed when the next one starts."""
     monkeypatch.setattr(image_store, "_SHARED_MEMORY", str(tmp_path))

@@ -1096,6 +1096,7 @@ def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool
         yield pool
 
 
+@pytest.mark.slow
 def test_reward_functions_that_misbehave_are_counted_and_survived(misbehaving: RewardPool) -> None:
     # After each a good one, which must not suffer.
     attempts = [response for bad in SURVIVED for response in (bad, "1.0")]

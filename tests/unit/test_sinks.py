@@ -176,6 +176,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_sink_has_its_rows(run: Path) -> None:
     script = FOLLOW.format(here=str(Path(__file__).parents[2]), run=str(run))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as trainer:
