@@ -405,6 +405,7 @@ def _trained_and_replayed(config: Path) -> tuple[int, int, str]:
     return code, replayed, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_an_engine_samples_with_merged_adapters_and_a_step_is_replayed(tmp_path: Path) -> None:
     config = write_small_run(
         tmp_path,

@@ -146,6 +146,7 @@ def _overflowing(path: str) -> Any:
         return history, learner.loss_scale.scale
 
 
+@pytest.mark.slow
 def test_float16_overflow_lowers_the_scale_and_leaves_the_weights_alone(qwen3: str) -> None:
     (history, scale), (other_history, other_scale) = run_ranks(2, _overflowing, qwen3)
     assert history == other_history and scale == other_scale
