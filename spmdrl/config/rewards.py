@@ -289,6 +289,11 @@ class RewardConfig(Section):
     """`kl_target_nats` only: rollouts over which the coefficient adapts. Unset: 10000."""
 
     @property
+    def has_any(self) -> bool:
+        """True when something is rewarded; else every reward is 0, and teachers say what is better."""
+        return bool(self.terms) or self.overlong_tokens > 0
+
+    @property
     def model_terms(self) -> dict[int, ModelReward]:
         """The terms that are scores of reward models, by their places in `terms`."""
         return {place: term for place, term in enumerate(self.terms) if isinstance(term, ModelReward)}

@@ -492,7 +492,8 @@ def checkup(run: RecordedRun, found: Sequence[Finding], damage: Sequence[str] = 
     for sentence in damage:
         yield f"warning: {sentence}"
     if not found and not damage:
-        yield f"nothing looks wrong to any of {len(RULES)} rules"
+        early = f"; most of them want {MIN_STEPS} steps or more" if too_short(History(run.rows)) else ""
+        yield f"nothing looks wrong to any of {len(RULES)} rules{early}"
     for number, one in enumerate(found, start=1):
         yield ""
         yield f"{number}. {one.rule.name}"

@@ -469,12 +469,13 @@ def _metrics(
                 float(len(part.accepted)), float(rules.groups_per_step if reports_wanted else 0)
             ),
             "rollout/discarded_tokens": Total(float(sum(group.num_tokens for group in discarded))),
-            # These two are merged with those of the groups that are trained on: what was late may have been longer.
+            # This and the next are merged with those of the groups that are trained on: what was late may be longer.
             "rollout/sampled_tokens": Mean.of(
                 float(num_tokens) for group in late for num_tokens in group.tokens_of_each if num_tokens
             ),
-            "reward/sampled_mean": Mean.of(
-                reward for group in late for reward in group.known_rewards if rules.rewards_are_whole
-            ),
         }
+        if rules.has_rewards:
+            metrics["reward/sampled_mean"] = Mean.of(
+                reward for group in late for reward in group.known_rewards if rules.rewards_are_whole
+            )
     return metrics

@@ -48,6 +48,7 @@ class CollectionRules:
     refit_after: int | None = None  # tokens of each row before a refit in flight, by the virtual clock
     with_baseline: bool = False  # a group has a greedy response for its rewards to be compared with
     chooses_prompts: bool = False  # by a curriculum
+    has_rewards: bool = True  # False where only teachers say what is better
     rewards_are_whole: bool = True  # when they are computed; else terms are added once a step has its groups
     in_order: bool = False  # nothing depends on how long environments take
     max_open: int | None = None  # episodes of an engine that are open at once
@@ -78,6 +79,7 @@ def training_rules(cfg: Config, plan: Plan) -> CollectionRules:
         refit_after=math.ceil(cfg.rollout.refit_after / TOKENS_PER_TICK) * TOKENS_PER_TICK,
         with_baseline=cfg.advantage.compares_with_greedy,
         chooses_prompts=cfg.data.curriculum is not None,
+        has_rewards=cfg.reward.has_any,
         rewards_are_whole=not cfg.reward.group_terms,
         in_order=cfg.run.deterministic,
         max_open=cfg.environment.max_open if cfg.environment else None,

@@ -224,8 +224,9 @@ def _with_overlong_penalty(rollout: Rollout, outcome: RewardOutcome, cfg: Config
 
 
 def step_metrics(rewarded: Sequence[RewardedRollout], cfg: Config) -> Metrics:
-    """Metrics of this rank's rollouts and rewards, and of the terms of rewards."""
-    return rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
+    """Metrics of this rank's rollouts and rewards, and of the terms of rewards; none of rewards where none is set."""
+    metrics = rollout_metrics(rewarded) | term_metrics(rewarded, cfg)
+    return {name: x for name, x in metrics.items() if cfg.reward.has_any or not name.startswith("reward/")}
 
 
 def rollout_metrics(rewarded: Sequence[RewardedRollout]) -> Metrics:

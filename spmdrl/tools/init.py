@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
@@ -65,6 +65,7 @@ QUESTIONS = {
     "reward": f"reward, {', '.join(REWARDS)} or my.py:function",
     "teacher": "teacher, the directory of a model with the same tokenizer",
 }
+Accepted = TypeVar("Accepted")
 _NOUNS = {"chosen": "chosen answer", "rejected": "rejected answer"}
 COMMENTS = {
     "data.max_prompt_tokens": "the longest of {rows} has {prompt}{with_images}",
@@ -212,28 +213,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def choose(arguments: argparse.Namespace) -> Choices:
     """Complete the options by questions. Raises UserError where there is nobody to ask, or an option is wrong."""
     _require_meaning(arguments)
-    model = arguments.model or _ask("--model", "model directory")
-    folder = _here(model_folder, model, "--model", download=arguments.download)
-    load_tokenizer(folder)  # says what is wrong before more is asked
-    path = arguments.data or _ask("--data", "file of data, jsonl or parquet")
-    path = _here(with_training_file, path, "--data", download=arguments.download)
-    if (kind := KINDS.get(Path(path).suffix)) is None:
-        raise UserError(
-            f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is; a data set "
-            "on a hub is hf:ORGANISATION/NAME"
-        )
-    file = _here(data_file, path, "--data", download=arguments.download)
-    record = first_record(FileSettings(kind=kind, path=file))  # type: ignore[arg-type]
+    download, needs = arguments.download, TASKS[arguments.task].needs
+    model, folder = _answer(arguments.model, "--model", "model directory", partial(_model, download=download))
+    data = _answer(arguments.data, "--data", "file of data, jsonl or parquet", partial(_data, download=download))
+    path, kind, file, record = data
     columns = _columns(record, arguments)
     images = _image_column(record, arguments.image_column, load_model_config(ModelConfig(path=folder)))
-    needs = TASKS[arguments.task].needs
-    if needs is not None and getattr(arguments, needs) is None:
-        answer = _ask(f"--{needs}", QUESTIONS[needs])
-        setattr(arguments, needs, [answer] if needs == "reward" else answer)
-    rewards = tuple(_rewards(arguments.reward or ()))
-    _require_rewards(rewards, columns, record)
-    if arguments.teacher is not None:
-        _here(model_folder, arguments.teacher, "--teacher", download=arguments.download)
+    rewards, teacher = tuple[str, ...](), arguments.teacher
+    if arguments.reward is not None or needs == "reward":
+        accept = partial(_rewards, columns=columns, record=record)
+        rewards = _answer(arguments.reward, "--reward", QUESTIONS["reward"], accept)
+    if teacher is not None or needs == "teacher":
+        teacher = _answer(teacher, "--teacher", QUESTIONS["teacher"], partial(_teacher, download=download))
     settings: dict[str, Any] = {"kind": kind, "path": path, "image_column": images, "image_root": arguments.image_root}
     settings |= {f"{name}_column": column for name, column in columns.items()}
     return Choices(
@@ -245,11 +236,36 @@ def choose(arguments: argparse.Namespace) -> Choices:
         other_columns=tuple(name for name in record if name not in (*columns.values(), images)),
         download=arguments.download,
         rewards=rewards,
-        teacher=arguments.teacher,
+        teacher=teacher,
         gpus=count_gpus() if arguments.gpus is None else arguments.gpus,
         gpu_gib=arguments.gpu_gib,
         name=arguments.name or run_name(model, arguments.data or path, arguments.task),
     )
+
+
+def _model(name: str, *, download: bool) -> tuple[str, str]:
+    """Return the name of a model and its directory, which has a tokenizer."""
+    folder = _here(model_folder, name, "--model", download=download)
+    load_tokenizer(folder)  # says what is wrong before more is asked
+    return name, folder
+
+
+def _teacher(name: str, *, download: bool) -> str:
+    """Return the name of a model whose directory is here."""
+    _here(model_folder, name, "--teacher", download=download)
+    return name
+
+
+def _data(name: str, *, download: bool) -> tuple[str, str, str, dict[str, Any]]:
+    """Return the file that data is in, its kind, where it is, and its first record."""
+    path = _here(with_training_file, name, "--data", download=download)
+    if (kind := KINDS.get(Path(path).suffix)) is None:
+        raise UserError(
+            f"--data {path}: its name ends with none of {', '.join(KINDS)}, which say what it is; a data set "
+            "on a hub is hf:ORGANISATION/NAME"
+        )
+    file = _here(data_file, path, "--data", download=download)
+    return path, kind, file, first_record(FileSettings(kind=kind, path=file))  # type: ignore[arg-type]
 
 
 def _require_meaning(arguments: argparse.Namespace) -> None:
@@ -262,15 +278,15 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
         raise UserError("--answer-column is for a reward, and there is none; give --reward, or remove it")
 
 
-def _rewards(given: Sequence[str]) -> Iterator[str]:
-    """Yield the rewards that options name, several of them after commas; the name of a file may have commas too."""
-    for text in given:
+def _rewards(given: str | Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the rewards that an answer or options name, several of them after commas, which a file may have too.
+
+    Raises UserError for one that is none, or has nothing to compare with.
+    """
+    rewards: list[str] = []
+    for text in [given] if isinstance(given, str) else given:
         file, _, name = text.rpartition(":")
-        yield from [text] if "," not in name and Path(file).is_file() else text.split(",")
-
-
-def _require_rewards(rewards: Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> None:
-    """Raise UserError for a reward that is none, or has nothing to compare with."""
+        rewards += [text] if "," not in name and Path(file).is_file() else text.split(",")
     for reward in rewards:
         if reward not in REWARDS and ":" not in reward:
             raise UserError(f"--reward {reward}: it is one of {', '.join(REWARDS)}, or a function such as my.py:score")
@@ -279,6 +295,7 @@ def _require_rewards(rewards: Sequence[str], columns: Mapping[str, str], record:
                 f"--reward {reward} compares with a reference answer; name its column with --answer-column: the data "
                 f"has {', '.join(record)}"
             )
+    return tuple(rewards)
 
 
 def _columns(record: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, str]:
@@ -342,22 +359,33 @@ def _here(find: Callable[[str, bool], str], name: str, option: str, *, download:
         raise UserError(f"{option} {name}: {error}{remedy}") from error
 
 
-def _ask(name: str, question: str) -> str:
+def _answer(given: Any, name: str, question: str, accept: Callable[[Any], Accepted]) -> Accepted:
+    """Return what `accept` makes of an option or, where it is not given, of the first answer that it accepts.
+
+    Raises UserError where it does not accept the option, or nobody is there to ask.
+    """
+    if given is not None:
+        return accept(given)
     if not sys.stdin.isatty():
         raise UserError(f"{name} is needed ({question}): there is no terminal to ask on")
     while True:
-        with contextlib.suppress(argparse.ArgumentTypeError):  # it is asked again
-            return str(option(PathText)(input(f"{question}: ").strip()))
+        try:
+            return accept(str(option(PathText)(input(f"{question}: ").strip())))
+        except (argparse.ArgumentTypeError, UserError) as error:
+            say(str(error))
 
 
 def _column(columns: Collection[str], given: str | None, usual: Sequence[str], option: str, question: str) -> str:
     """Return the name of a column: the given one, the first usual one that is there, or the user's."""
+
+    def there(name: str) -> str:
+        if name and name not in columns:
+            raise UserError(f"{option} {name}: the data has {', '.join(columns)}")
+        return name
+
     if given is None:
-        found = next((name for name in usual if name in columns or not name), None)
-        given = found if found is not None else _ask(option, f"{question}, of {', '.join(columns)}")
-    if given and given not in columns:
-        raise UserError(f"{option} {given}: the data has {', '.join(columns)}")
-    return given
+        given = next((name for name in usual if name in columns or not name), None)
+    return _answer(given, option, f"{question}, of {', '.join(columns)}", there)
 
 
 def _image_column(record: Mapping[str, Any], given: str | None, model_config: Any) -> str | None:

@@ -47,7 +47,7 @@ def distilled(folder: Path) -> Path:
 def test_the_policy_comes_closer_to_its_teacher(distilled: Path) -> None:
     found = [row["distill/forward_nats"] for row in rows(distilled)]
     assert found[-1] < 0.8 * found[0] and found == sorted(found, reverse=True), found
-    assert {row["reward/mean"] for row in rows(distilled)} == {0.0}
+    assert not any(name.startswith("reward/") for row in rows(distilled) for name in row), "there are no rewards"
 
 
 @pytest.mark.slow

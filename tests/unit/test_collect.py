@@ -486,6 +486,8 @@ def test_a_step_ends_when_it_has_enough_and_throws_the_rest_away() -> None:
     assert metrics["reward/sampled_mean"] >= 0
     ((_, metrics),) = start(replace(OVERSAMPLED, rewards_are_whole=False), fast_and_slow()).steps(1, 1)
     assert math.isnan(metrics["reward/sampled_mean"]), "of these rewards a term is missing"
+    ((_, metrics),) = start(replace(OVERSAMPLED, has_rewards=False), fast_and_slow()).steps(1, 1)
+    assert not any(name.startswith("reward/") for name in metrics)
 
 
 def test_no_engine_waits_for_its_slowest_response() -> None:

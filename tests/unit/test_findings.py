@@ -14,7 +14,7 @@ import pytest
 from docs.gen.config_reference import settings
 from spmdrl.config import Config
 from spmdrl.faults.lock import owned
-from spmdrl.report.findings import RULES, Rule, findings
+from spmdrl.report.findings import MIN_STEPS, RULES, Rule, findings
 from spmdrl.report.series import History
 from spmdrl.tools import doctor
 from tests.helpers.pages import is_broken
@@ -165,7 +165,15 @@ def test_remedies_name_settings_metrics_files_and_pages_that_are_there(rule: Rul
 @pytest.mark.parametrize("run", RECORDED, ids=lambda run: run.name)
 def test_the_recorded_runs_of_the_demo_are_healthy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([str(run)]) == 0
-    assert "nothing looks wrong" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "nothing looks wrong" in told and "steps or more" not in told
+
+
+def test_doctor_does_not_call_a_short_run_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = rows(HEALTHY)[: MIN_STEPS - 1]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    assert doctor.main([str(tmp_path)]) == 0
+    assert f"rules; most of them want {MIN_STEPS} steps or more" in capsys.readouterr().out
 
 
 def test_doctor_tells_what_it_saw_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

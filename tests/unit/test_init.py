@@ -172,8 +172,10 @@ def test_memory_is_planned_for_gpus_that_are_not_here(model: Path, sums: Path) -
     assert "so that it fits into 4 GiB" in Path("mine.toml").read_text()
 
 
-def test_what_is_not_given_is_asked_on_a_terminal(model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: Iterator[str] = iter([str(model), str(sums), "", "exact"])
+def test_what_is_not_given_is_asked_on_a_terminal_until_it_can_be_used(
+    model: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: Iterator[str] = iter(["nowhere", str(model), "sums.txt", str(sums), "", "best", "exact"])
     asked: list[str] = []
 
     def answer(question: str) -> str:
@@ -183,8 +185,13 @@ def test_what_is_not_given_is_asked_on_a_terminal(model: Path, sums: Path, monke
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     assert main(["--gpus", "0", "--out", "asked.toml"]) == 0
-    again = "reward, math, choice, exact, code, format, length or my.py:function: "
-    assert asked == ["model directory: ", "file of data, jsonl or parquet: ", again, again]
+    data, reward = (
+        "file of data, jsonl or parquet: ",
+        "reward, math, choice, exact, code, format, length or my.py:function: ",
+    )
+    assert asked == ["model directory: ", "model directory: ", data, data, reward, reward, reward]
+    said = capsys.readouterr().out
+    assert "--data sums.txt: its name ends with none of .jsonl, .parquet" in said and "--reward best: it is one" in said
     assert written("asked.toml")["reward"] == {"terms": [{"kind": "exact"}]}
 
 
