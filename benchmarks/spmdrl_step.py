@@ -144,7 +144,7 @@ def result(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, Any]:
         trainer="spmdrl",
         steps_s=steps_s,
         response_tokens=[int(row["batch/loss_tokens"]) for row in rows],
-        rewards=[row["reward/mean"] for row in rows],
+        rewards=[row.get("reward/mean", 0.0) for row in rows],  # a teacher gives none
         phase_fractions={name.removeprefix("time/").removesuffix("_s"): share for name, share in shares.items()},
         packages=["torch", "transformers"],
     )
