@@ -207,6 +207,8 @@ def without(check: Check, excuse: Callable[[History], bool]) -> Check:
 def reward_rose(run: History) -> bool:
     """True when the late reward is above that of the middle of the run by more than its steps scatter."""
     reward = run["reward/mean"].finite()
+    if not len(reward):
+        return not len(run["rollout/response_tokens"])  # what samples without rewards has none that could rise
     half = len(reward) // 2
     if half < WINDOW:
         return True
@@ -283,14 +285,14 @@ def short_ones_preferred(run: History) -> str | None:
     trained, sampled = _late_median(run["rollout/response_tokens"]), _late_median(run["rollout/sampled_tokens"])
     if trained is None or sampled is None or not sampled[0] or abs(trained[0] / sampled[0] - 1) <= 0.02:
         return None
+    rewards = " and ".join(
+        f"{name} is {format_number(median[0])}"
+        for name in ("reward/mean", "reward/sampled_mean")
+        if (median := _late_median(run[name])) is not None
+    )
     return (
         f"rollout/response_tokens is {format_number(trained[0])}, but rollout/sampled_tokens is "
-        f"{format_number(sampled[0])} ({trained[1]}), and of their rewards "
-        + " and ".join(
-            f"{name} is {format_number(median[0])}"
-            for name in ("reward/mean", "reward/sampled_mean")
-            if (median := _late_median(run[name])) is not None
-        )
+        f"{format_number(sampled[0])} ({trained[1]})" + (f", and of their rewards {rewards}" if rewards else "")
     )
 
 
@@ -491,9 +493,10 @@ def checkup(run: RecordedRun, found: Sequence[Finding], damage: Sequence[str] = 
     yield f"{escaped(run.name)}: step {History(run.rows).last_step}{of}"
     for sentence in damage:
         yield f"warning: {sentence}"
+    if (count := sum(row["step"] > 0 for row in run.rows)) < MIN_STEPS:
+        yield f"what grew or fell is not judged: that wants {MIN_STEPS} steps, and {count} were recorded"
     if not found and not damage:
-        early = f"; most of them want {MIN_STEPS} steps or more" if too_short(History(run.rows)) else ""
-        yield f"nothing looks wrong to any of {len(RULES)} rules{early}"
+        yield f"nothing looks wrong to any of {len(RULES)} rules"
     for number, one in enumerate(found, start=1):
         yield ""
         yield f"{number}. {one.rule.name}"

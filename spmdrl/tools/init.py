@@ -247,6 +247,7 @@ def _model(name: str, *, download: bool) -> tuple[str, str]:
     """Return the name of a model and its directory, which has a tokenizer."""
     folder = _here(model_folder, name, "--model", download=download)
     load_tokenizer(folder)  # says what is wrong before more is asked
+    load_model_config(ModelConfig(path=folder))
     return name, folder
 
 
@@ -369,10 +370,11 @@ def _answer(given: Any, name: str, question: str, accept: Callable[[Any], Accept
     if not sys.stdin.isatty():
         raise UserError(f"{name} is needed ({question}): there is no terminal to ask on")
     while True:
-        try:
-            return accept(str(option(PathText)(input(f"{question}: ").strip())))
-        except (argparse.ArgumentTypeError, UserError) as error:
-            say(str(error))
+        with contextlib.suppress(argparse.ArgumentTypeError):  # no answer: it is asked again
+            try:
+                return accept(str(option(PathText)(input(f"{question}: ").strip())))
+            except UserError as error:
+                say(str(error))
 
 
 def _column(columns: Collection[str], given: str | None, usual: Sequence[str], option: str, question: str) -> str:

@@ -166,14 +166,23 @@ def test_remedies_name_settings_metrics_files_and_pages_that_are_there(rule: Rul
 def test_the_recorded_runs_of_the_demo_are_healthy(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([str(run)]) == 0
     told = capsys.readouterr().out
-    assert "nothing looks wrong" in told and "steps or more" not in told
+    assert "nothing looks wrong" in told and "is not judged" not in told
 
 
 def test_doctor_does_not_call_a_short_run_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = rows(HEALTHY)[: MIN_STEPS - 1]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
     assert doctor.main([str(tmp_path)]) == 0
-    assert f"rules; most of them want {MIN_STEPS} steps or more" in capsys.readouterr().out
+    assert f"that wants {MIN_STEPS} steps, and {MIN_STEPS - 1} were recorded" in capsys.readouterr().out
+
+
+def test_a_run_without_rewards_is_judged_by_the_rest() -> None:
+    taught = {name: of for name, of in HEALTHY.items() if not name.startswith("reward/")}
+    fallen = taught | {"update/entropy_nats": lambda step: 3.0 * 0.8**step, "rollout/response_tokens": lambda _: 5.0}
+    assert names(taught) == [] and names(fallen) == ["entropy collapsed"]
+    short = fallen | {"rollout/sampled_tokens": lambda _: 6.0}
+    (seen,) = (one.seen for one in findings(History(rows(short))) if "sampled_tokens" in one.seen)
+    assert seen.endswith(")") and "rewards" not in seen
 
 
 def test_doctor_tells_what_it_saw_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
