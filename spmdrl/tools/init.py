@@ -214,11 +214,12 @@ def choose(arguments: argparse.Namespace) -> Choices:
     """Complete the options by questions. Raises UserError where there is nobody to ask, or an option is wrong."""
     _require_meaning(arguments)
     download, needs = arguments.download, TASKS[arguments.task].needs
-    model, folder = _answer(arguments.model, "--model", "model directory", partial(_model, download=download))
+    given = _answer(arguments.model, "--model", "model directory", partial(_model, download=download))
+    model, folder, model_config = given
     data = _answer(arguments.data, "--data", "file of data, jsonl or parquet", partial(_data, download=download))
     path, kind, file, record = data
     columns = _columns(record, arguments)
-    images = _image_column(record, arguments.image_column, load_model_config(ModelConfig(path=folder)))
+    images = _image_column(record, arguments.image_column, model_config)
     rewards, teacher = tuple[str, ...](), arguments.teacher
     if arguments.reward is not None or needs == "reward":
         accept = partial(_rewards, columns=columns, record=record)
@@ -243,12 +244,11 @@ def choose(arguments: argparse.Namespace) -> Choices:
     )
 
 
-def _model(name: str, *, download: bool) -> tuple[str, str]:
-    """Return the name of a model and its directory, which has a tokenizer."""
+def _model(name: str, *, download: bool) -> tuple[str, str, Any]:
+    """Return the name of a model, its directory, which has a tokenizer, and its configuration in transformers."""
     folder = _here(model_folder, name, "--model", download=download)
     load_tokenizer(folder)  # says what is wrong before more is asked
-    load_model_config(ModelConfig(path=folder))
-    return name, folder
+    return name, folder, load_model_config(ModelConfig(path=folder))
 
 
 def _teacher(name: str, *, download: bool) -> str:
@@ -280,8 +280,9 @@ def _require_meaning(arguments: argparse.Namespace) -> None:
 
 
 def _rewards(given: str | Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the rewards that an answer or options name, several of them after commas, which a file may have too.
+    """Return the rewards that an answer or options name, several of them after commas.
 
+    The name of a function's file may have commas too.
     Raises UserError for one that is none, or has nothing to compare with.
     """
     rewards: list[str] = []

@@ -133,9 +133,8 @@ def test_what_was_changed_is_told(folder: Path) -> None:
     assert "weights before the step: all" in words and "of its norm" in words
 
 
-@pytest.mark.parametrize(
-    "updates_per_step", [2, pytest.param(1, marks=pytest.mark.slow)]
-)  # with a pass for the old log-probabilities, and without
+# With a pass for the old log-probabilities, and without.
+@pytest.mark.parametrize("updates_per_step", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_mismatch_that_is_kept_for_each_token_is_the_one_reported(folder: Path, updates_per_step: int) -> None:
     name = f"updates-{updates_per_step}"
     train_on(2, folder, f"run.name={name}", "run.num_steps=1", f"loss.updates_per_step={updates_per_step}")
